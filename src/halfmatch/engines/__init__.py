@@ -1,0 +1,72 @@
+"""The rollout engine: what the policy μ samples with.
+
+Importing this module does not import torch or vLLM; `create` imports the engine it makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from halfmatch.config import EngineSettings, Sampling
+    from halfmatch.precision import DType, Precision
+
+
+@dataclass(frozen=True)
+class Request:
+    """One completion to sample. The same seed gives the same completion, whatever else is in the batch."""
+
+    prompt_ids: tuple[int, ...]
+    seed: int
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled response: token ids (EOS included) and the log-prob in nats of each under the distribution that it was
+    sampled from (after temperature and nucleus, from logits rounded to the rollout dtype)."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: Literal["stop", "length"]
+
+
+class Engine(Protocol):
+    """A rollout engine. It computes in `dtype`, which is what it really uses and not what was asked for."""
+
+    dtype: DType
+    description: Mapping[str, Any]  # name, version, attention, emulation, device: what provenance records
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Replace the weights (Hugging Face names), rounding them to `dtype`, and drop every cache."""
+        ...
+
+    def generate(
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        *,
+        stop_token_ids: Sequence[int],
+        progress: Callable[[int], None] | None = None,
+    ) -> list[Completion]:
+        """Sample one completion a request, in the order of the requests. `progress` is told of finished completions."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def create(name: str, model: Path, precision: Precision, settings: EngineSettings) -> Engine:
+    """Start an engine on a model folder. It samples in `precision.rollout`, with `precision.fp32_modules` in fp32."""
+    if name == "transformers":
+        from halfmatch.engines.transformers import TransformersEngine
+
+        return TransformersEngine(model, precision, settings)
+    if name == "vllm":
+        from halfmatch.engines.vllm import VllmEngine
+
+        return VllmEngine(model, precision, settings)
+    raise ValueError(f"unknown engine {name!r}; known: transformers, vllm")
