@@ -1,0 +1,63 @@
+"""Where every artefact lies below the output folder: the one place that rules, steps and stages take their paths from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+# {problems}, {model}: names in the configuration. {rollout}, {train}: names of precisions. {run}: Run.name below, or
+# "initial" for the untrained model.
+LAYOUT: dict[str, str] = {
+    "problems": "problems/{problems}.parquet",
+    "excluded": "problems/{problems}.excluded.parquet",
+    "model": "models/{model}",
+    "shard": "solvability/shards/{shard}.parquet",
+    "perfectible": "solvability/perfectible.parquet",
+    "rollouts": "mismatch/{model}/{problems}/{engine}-{rollout}/rollouts.parquet",
+    "scores": "mismatch/{model}/{problems}/{engine}-{rollout}/{train}/scores.parquet",
+    "mismatch": "mismatch/{model}/{problems}/{engine}-{rollout}/{train}/mismatch.json",
+    "mismatch_curves": "mismatch/{model}/{problems}/{engine}-{rollout}/{train}/curves.csv",
+    "fidelity": "mismatch/{model}/{problems}/{engine}-{rollout}/{train}/fidelity.json",
+    "training_log": "train/{run}/log.parquet",
+    "training_curves": "train/{run}/log.csv",
+    "trained": "train/{run}/model",
+    "checkpoints": "checkpoints/{run}",
+    "evaluation": "evaluation/{run}/{problems}/{engine}-{rollout}.parquet",
+    "evaluation_metrics": "evaluation/{run}/{problems}/{engine}-{rollout}.json",
+    "report": "report/index.html",
+    "headline": "report/headline.json",
+    "figures": "report/figures",
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One cell of the training matrix."""
+
+    precision: str
+    objective: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.precision}_{self.objective}_seed{self.seed}"
+
+    @classmethod
+    def parse(cls, name: str) -> Run:
+        """The inverse of `name`; names of precisions and objectives carry no underscore."""
+        precision, objective, seed = name.split("_")
+        return cls(precision, objective, int(seed.removeprefix("seed")))
+
+
+@dataclass(frozen=True)
+class Paths:
+    """Artefacts below one output folder: `Paths(root).of("scores", model="gain16", …)`."""
+
+    root: Path
+
+    def of(self, artefact: str, **names: object) -> Path:
+        return self.root / LAYOUT[artefact].format(**names)
+
+    def pattern(self, artefact: str) -> str:
+        """The path with its {wildcards} left in, as a rule wants it."""
+        return f"{self.root}/{LAYOUT[artefact]}"
