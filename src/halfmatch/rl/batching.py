@@ -1,0 +1,108 @@
+"""Token sequences as padded tensors, and their split into micro-batches.
+
+Shapes: B sequences, T tokens of the longest prompt + response, R tokens of the longest response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Batch:
+    """B prompts with their responses, padded on the right.
+
+    Attention is causal and padding stands behind every real token, so no real token can attend to padding: there is no
+    attention mask, and a row's numbers do not depend on how far it is padded. Column t of every [B, R] tensor is the
+    t-th token of the response, wherever the prompt ends.
+    """
+
+    input_ids: torch.Tensor  # [B, T] int64
+    prompt_lengths: torch.Tensor  # [B] int64
+    response_mask: torch.Tensor  # [B, R] bool
+    truncated: torch.Tensor  # [B] bool: no stop token ends the response
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """Tokens of prompt and response, [B] int64."""
+        return self.prompt_lengths + self.response_mask.sum(dim=1)
+
+    def select(self, rows: torch.Tensor) -> Batch:
+        """Some rows, without the columns that are padding in all of them."""
+        mask = self.response_mask[rows]
+        return Batch(
+            input_ids=self.input_ids[rows, : int(self.lengths[rows].max())],
+            prompt_lengths=self.prompt_lengths[rows],
+            response_mask=mask[:, : int(mask.sum(dim=1).max())],
+            truncated=self.truncated[rows],
+        )
+
+    def to(self, device: torch.device | str) -> Batch:
+        return Batch(
+            self.input_ids.to(device),
+            self.prompt_lengths.to(device),
+            self.response_mask.to(device),
+            self.truncated.to(device),
+        )
+
+
+def response_mask(
+    token_ids: Sequence[Sequence[int]], stop_token_ids: Collection[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which response tokens count: the first stop token is in, what follows it is out.
+
+    Returns the mask [B, R] bool, and [B] bool, whether the response was truncated (holds no stop token).
+    """
+    stops = set(stop_token_ids)
+    counts, truncated = [], []
+    for row in token_ids:
+        end = next((position for position, token in enumerate(row) if token in stops), None)
+        counts.append(len(row) if end is None else end + 1)
+        truncated.append(end is None)
+    columns = torch.arange(max(counts, default=0))
+    return columns < torch.tensor(counts, dtype=torch.int64)[:, None], torch.tensor(truncated, dtype=torch.bool)
+
+
+def collate(
+    prompt_ids: Sequence[Sequence[int]], token_ids: Sequence[Sequence[int]], stop_token_ids: Collection[int]
+) -> Batch:
+    """One batch of all sequences, in their order."""
+    if len(prompt_ids) != len(token_ids):
+        raise ValueError(f"{len(prompt_ids)} prompts for {len(token_ids)} responses")
+    if not all(prompt_ids):
+        raise ValueError("an empty prompt: nothing would predict the first token of its response")
+    mask, truncated = response_mask(token_ids, stop_token_ids)
+    rows = [
+        [*prompt, *response[:count]]
+        for prompt, response, count in zip(prompt_ids, token_ids, mask.sum(1).tolist(), strict=True)
+    ]
+    input_ids = torch.zeros(len(rows), max(map(len, rows), default=0), dtype=torch.int64)
+    for row, tokens in zip(input_ids, rows, strict=True):
+        row[: len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
+    return Batch(input_ids, torch.tensor([len(prompt) for prompt in prompt_ids], dtype=torch.int64), mask, truncated)
+
+
+def pad(rows: Sequence[Sequence[float]], mask: torch.Tensor) -> torch.Tensor:
+    """Per-token numbers of each response as [B, R] float32, 0 where the mask is out."""
+    padded = torch.zeros(mask.shape, dtype=torch.float32)
+    for row, values, count in zip(padded, rows, mask.sum(dim=1).tolist(), strict=True):
+        row[:count] = torch.tensor(values[:count], dtype=torch.float32)
+    return padded
+
+
+def micro_batches(lengths: Sequence[int], budget: int) -> list[torch.Tensor]:
+    """Split rows into groups of at most `budget` tokens, padding included: row indices, [rows of the group] int64.
+
+    Rows of similar length go together, longest first, ties in their order; a row longer than the budget goes alone. The
+    split is a function of the lengths alone, so two passes over the same rows meet the same shapes.
+    """
+    groups: list[list[int]] = []
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= budget:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    return [torch.tensor(group, dtype=torch.int64) for group in groups]

@@ -1,0 +1,112 @@
+"""The training policy's log-probs of given tokens: one full-sequence forward pass.
+
+The logits come out of the model in its compute dtype, rounded; the division by the temperature, the softmax and all
+that follows are float32 (float64 for a float64 model). The rollout engine does the same with its own logits, so what
+differs between log π and log μ is what the two models computed.
+
+A row's numbers do not depend on other rows by construction: padding stands on the right, and every reduction runs
+within a row. What is left is the kernels' choice of blocking by shape. On a CPU a row of a matmul has the same bits for
+8 rows or more, that is for every micro-batch of 8 tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from halfmatch.rl.batching import Batch, collate, micro_batches
+
+# Logits turned into float32 at a time: 64 MiB, however long the batch and large the vocabulary.
+CHUNK_ELEMENTS = 2**24
+
+
+def token_logprobs(model: torch.nn.Module, batch: Batch, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-prob of every response token and entropy of the distribution it stands in, in nats.
+
+    Both [B, R] float32, exactly 0 outside the response mask. The log-probs carry gradients, the entropy does not.
+    """
+    first = int(batch.prompt_lengths.min()) - 1  # the earliest position that predicts a response token
+    kept = batch.input_ids.shape[1] - 1 - first
+    logits = model(input_ids=batch.input_ids[:, :-1], logits_to_keep=kept, use_cache=False).logits  # [B, kept, V]
+
+    mask = batch.response_mask
+    columns = batch.prompt_lengths[:, None] + torch.arange(mask.shape[1], device=mask.device)  # of each response token
+    rows = torch.arange(mask.shape[0], device=mask.device)[:, None].expand_as(columns)
+    rows, columns = rows[mask], columns[mask]  # [N]
+    targets = batch.input_ids[rows, columns]
+    logp, entropy = _SelectedLogSoftmax.apply(logits, rows * kept + columns - 1 - first, targets, temperature)
+    zeros = logp.new_zeros(mask.shape)
+    return zeros.masked_scatter(mask, logp), zeros.masked_scatter(mask, entropy)
+
+
+class _SelectedLogSoftmax(torch.autograd.Function):
+    """log softmax(logits / temperature) at one target a position, and the entropy there.
+
+    The same as `log_softmax` and `gather`, without a float32 copy of all logits: forward and backward go over chunks of
+    positions, and only the rounded logits are kept in between.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, positions: torch.Tensor, targets: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """logits [B, kept, V]; positions [N] into B·kept; targets [N] into V. Returns log-probs [N], entropies [N]."""
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        logp, entropy = (torch.empty(len(positions), dtype=wide, device=logits.device) for _ in range(2))
+        flat = logits.flatten(0, 1)
+        for chunk in _chunks(len(positions), logits.shape[-1]):
+            logprobs = torch.log_softmax(flat[positions[chunk]].to(wide) / temperature, dim=-1)
+            logp[chunk] = logprobs.gather(1, targets[chunk, None]).squeeze(1)
+            # a token of probability 0 adds nothing, where -inf times 0 would be NaN
+            entropy[chunk] = torch.special.entr(logprobs.exp_()).sum(dim=-1)
+        ctx.save_for_backward(logits, positions, targets)
+        ctx.temperature = temperature
+        ctx.mark_non_differentiable(entropy)
+        return logp, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """d logp / d logits = (one-hot(target) − softmax) / temperature, in float32, then rounded once."""
+        logits, positions, targets = ctx.saved_tensors
+        grad_logp = grads[0]
+        grad_logits = torch.zeros_like(logits, memory_format=torch.contiguous_format)
+        flat, flat_grad = logits.flatten(0, 1), grad_logits.view(-1, logits.shape[-1])
+        for chunk in _chunks(len(positions), logits.shape[-1]):
+            wide = torch.softmax(flat[positions[chunk]].to(grad_logp.dtype) / ctx.temperature, dim=-1).neg_()
+            wide.scatter_add_(1, targets[chunk, None], torch.ones_like(wide[:, :1]))
+            wide.mul_(grad_logp[chunk, None] / ctx.temperature)
+            flat_grad[positions[chunk]] = wide.to(logits.dtype)
+        return grad_logits, None, None, None
+
+
+def _chunks(positions: int, vocabulary: int) -> Iterator[slice]:
+    size = max(1, CHUNK_ELEMENTS // vocabulary)
+    return (slice(start, start + size) for start in range(0, positions, size))
+
+
+@torch.no_grad()
+def response_logprobs(
+    model: torch.nn.Module,
+    prompt_ids: Sequence[Sequence[int]],
+    token_ids: Sequence[Sequence[int]],
+    *,
+    temperature: float = 1.0,
+    micro_batch_tokens: int,
+    progress: Callable[[int], None] | None = None,
+) -> list[np.ndarray]:
+    """Log-probs of recorded responses, all of their tokens: one float32 array [tokens] a response, in their order."""
+    device = next(model.parameters()).device
+    lengths = [len(prompt) + len(response) for prompt, response in zip(prompt_ids, token_ids, strict=True)]
+    scored: dict[int, np.ndarray] = {}
+    for group in micro_batches(lengths, micro_batch_tokens):
+        rows = group.tolist()
+        batch = collate([prompt_ids[row] for row in rows], [token_ids[row] for row in rows], stop_token_ids=())
+        logp, _ = token_logprobs(model, batch.to(device), temperature)
+        for row, values in zip(rows, logp.float().cpu().numpy(), strict=True):
+            scored[row] = values[: len(token_ids[row])].copy()
+        if progress:
+            progress(len(rows))
+    return [scored[row] for row in range(len(lengths))]
