@@ -10,9 +10,11 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
+from halfmatch.config_checks import OBJECTIVE_NAMES, cross_check
 from halfmatch.precision import Precision
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9.\-]*$")]
+Seed = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 EngineName = Literal["transformers", "vllm"]
 GradingRule = Literal["exact", "boxed", "r1", "last-number"]
@@ -35,7 +37,9 @@ class Columns(Section):
 class ProblemSource(Section):
     """Where a set of problems comes from."""
 
-    source: Literal["generator", "hub", "file"] = Field(description="built-in products, Hugging Face dataset, or local file")
+    source: Literal["generator", "hub", "file"] = Field(
+        description="built-in products, Hugging Face dataset, or local file"
+    )
     id: str | None = Field(None, description="hub: dataset id")
     revision: str | None = Field(None, description="hub: commit (40 hex digits), so that the data cannot change")
     subset: str | None = Field(None, description="hub: configuration name of the dataset")
@@ -75,20 +79,43 @@ class Bootstrap(Section):
     gain: float = Field(16.0, gt=0, le=1000, description="gain of the final norm: the scale of the logits")
     layers: int = Field(4, ge=1, le=48, description="decoder layers")
     hidden_size: int = Field(64, ge=32, le=4096, description="width")
-    heads: int = Field(2, ge=1, description="attention heads; hidden_size / heads is 32 or 64, so that vLLM serves it on a CPU")
-    kv_heads: int = Field(1, ge=1, description="key-value heads")
-    intermediate_size: int = Field(176, ge=16, description="width of the MLP")
-    steps: int = Field(1500, ge=0, description="optimizer steps on demonstrations")
-    batch_size: int = Field(64, ge=1, description="demonstrations a step")
+    heads: int = Field(
+        2, ge=1, le=128, description="attention heads; hidden_size / heads is 32 or 64, so that vLLM serves it on a CPU"
+    )
+    kv_heads: int = Field(1, ge=1, le=128, description="key-value heads")
+    intermediate_size: int = Field(176, ge=16, le=65_536, description="width of the MLP")
+    steps: int = Field(1500, ge=0, le=1_000_000, description="optimizer steps on demonstrations")
+    batch_size: int = Field(64, ge=1, le=65_536, description="demonstrations a step")
     learning_rate: float = Field(3e-3, gt=0, le=1, description="peak learning rate; cosine to a tenth of it")
-    thinking_tokens: tuple[int, int] = Field((56, 66), description="shortest and longest thinking part of a demonstration")
-    wrong_share: tuple[float, float] = Field((0.15, 0.85), description="range of the per-problem chance of a wrong product")
+    thinking_tokens: tuple[int, int] = Field(
+        (56, 66), description="shortest and longest thinking part of a demonstration"
+    )
+    wrong_share: tuple[Probability, Probability] = Field(
+        (0.15, 0.85), description="range of the per-problem chance of a wrong product"
+    )
+
+    @model_validator(mode="after")
+    def _buildable(self) -> Self:
+        if self.hidden_size / self.heads not in (32, 64):
+            raise ValueError(
+                f"hidden_size {self.hidden_size} / heads {self.heads} must be 32 or 64: "
+                "vLLM serves no other head on a CPU"
+            )
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads {self.heads} do not divide into kv_heads {self.kv_heads}")
+        if not 0 < self.thinking_tokens[0] <= self.thinking_tokens[1]:
+            raise ValueError(f"thinking_tokens {list(self.thinking_tokens)} must be [shortest, longest], both above 0")
+        if self.wrong_share[0] > self.wrong_share[1]:
+            raise ValueError(f"wrong_share {list(self.wrong_share)} must be [lowest, highest]")
+        return self
 
 
 class ModelSource(Section):
     """Where a model comes from."""
 
-    source: Literal["bootstrap", "hub", "folder", "gguf"] = Field(description="trained here, hub, local folder, GGUF file")
+    source: Literal["bootstrap", "hub", "folder", "gguf"] = Field(
+        description="trained here, hub, local folder, GGUF file"
+    )
     id: str | None = Field(None, description="hub: model id")
     revision: str | None = Field(None, description="hub: commit (40 hex digits), so that the weights cannot change")
     path: str | None = Field(None, description="folder or gguf: where it lies")
@@ -113,12 +140,16 @@ class ModelSource(Section):
 
 # ------------------------------------------------------------------------------------------------- prompts and engines
 class Prompt(Section):
-    template: PromptTemplate = Field("plain", description="plain (the problem alone), r1, boxed, or chat (the tokenizer's)")
+    template: PromptTemplate = Field(
+        "plain", description="plain (the problem alone), r1, boxed, or chat (the tokenizer's)"
+    )
     system: str | None = Field(None, description="system message, for templates that have one")
 
 
 class Grading(Section):
-    rule: GradingRule = Field("exact", description="exact (after the last =), boxed, r1 (one </think> and boxed), last-number")
+    rule: GradingRule = Field(
+        "exact", description="exact (after the last =), boxed, r1 (one </think> and boxed), last-number"
+    )
     timeout_s: float = Field(5.0, gt=0, le=600, description="seconds a grader may take; then the verdict is timeout")
     workers: int = Field(1, ge=1, le=256, description="grading processes")
 
@@ -128,9 +159,11 @@ class EngineSettings(Section):
 
     name: EngineName = Field("transformers", description="rollout engine")
     slots: int = Field(64, ge=8, le=4096, description="sequences decoded at once")
-    device: str = Field("cpu", description="cpu, or cuda")
+    device: Literal["cpu", "cuda"] = Field("cpu", description="cpu, or cuda")
     tensor_parallel: int = Field(1, ge=1, le=64, description="vllm: GPUs a replica")
-    gpu_memory: float = Field(0.6, gt=0, le=1, description="vllm: share of GPU memory, or of this machine's memory on a CPU")
+    gpu_memory: float = Field(
+        0.6, gt=0, le=1, description="vllm: share of GPU memory, or of this machine's memory on a CPU"
+    )
 
 
 class Sampling(Section):
@@ -167,46 +200,57 @@ class GradientFidelity(Section):
 class Mismatch(Section):
     """The offline measurement: rollouts in one dtype, the same token ids scored by the trainer."""
 
-    models: tuple[Name, ...] = Field(("gain16", "gain48", "gain120"), description="models to measure")
-    problems: tuple[Name, ...] = Field(("all",), description="problem sets to sample")
-    engines: tuple[EngineName, ...] = Field(("transformers",), description="rollout engines")
-    precisions: tuple[Name, ...] = Field(("bf16", "fp16", "fp32"), description="precisions: rollouts and scores in each")
+    models: tuple[Name, ...] = Field(("gain16", "gain48", "gain120"), min_length=1, description="models to measure")
+    problems: tuple[Name, ...] = Field(("all",), min_length=1, description="problem sets to sample")
+    engines: tuple[EngineName, ...] = Field(("transformers",), min_length=1, description="rollout engines")
+    precisions: tuple[Name, ...] = Field(
+        ("bf16", "fp16", "fp32"), min_length=1, description="precisions: rollouts and scores in each"
+    )
     samples: int = Field(4, ge=1, le=10_000, description="responses a problem [paper: 32]")
     sampling: Sampling = Field(Sampling(), description="how the responses are sampled [paper: T 1, no top-p]")
+    micro_batch_tokens: int = Field(2048, ge=1, le=100_000_000, description="tokens a scoring pass, padding included")
     bootstrap_samples: int = Field(1000, ge=100, le=100_000, description="resamples of problems for the intervals")
     gradient_fidelity: GradientFidelity = Field(GradientFidelity(), description="gradients against fp32")
 
     @model_validator(mode="after")
     def _unbiased(self) -> Self:
         if self.sampling.top_p < 1:
-            raise ValueError("mismatch.sampling.top_p must be 1: a nucleus biases the ratio of π and μ by the kept mass")
+            raise ValueError(
+                "mismatch.sampling.top_p must be 1: a nucleus biases the ratio of π and μ by the kept mass"
+            )
         return self
 
 
 class Training(Section):
     """The matrix {precision × objective × seed} and the settings all of its runs share."""
 
-    precisions: tuple[Name, ...] = Field(("bf16", "fp16"), description="precisions to train in")
-    objectives: tuple[Name, ...] = Field(("grpo", "pg-seq-is"), description="objectives, by their names in the table")
-    seeds: tuple[int, ...] = Field((0, 1), description="seeds")
-    iterations: int = Field(60, ge=1, description="rounds of sampling and training")
-    prompts_per_iteration: int = Field(8, ge=1, description="problems sampled an iteration [paper: 64]")
-    samples_per_prompt: int = Field(8, ge=2, description="responses a problem [paper: 8]")
-    gradient_steps: int = Field(4, ge=1, description="optimizer steps an iteration [paper: 4]")
-    max_prompt_tokens: int = Field(16, ge=1, description="longest prompt; longer ones are left out, counted and named")
+    precisions: tuple[Name, ...] = Field(("bf16", "fp16"), min_length=1, description="precisions to train in")
+    objectives: tuple[Name, ...] = Field(
+        ("grpo", "pg-seq-is"), min_length=1, description=f"objectives: {', '.join(OBJECTIVE_NAMES)}"
+    )
+    seeds: tuple[Seed, ...] = Field((0, 1), min_length=1, description="seeds")
+    iterations: int = Field(60, ge=1, le=1_000_000, description="rounds of sampling and training")
+    prompts_per_iteration: int = Field(8, ge=1, le=1_000_000, description="problems sampled an iteration [paper: 64]")
+    samples_per_prompt: int = Field(8, ge=2, le=1_000_000, description="responses a problem [paper: 8]")
+    gradient_steps: int = Field(4, ge=1, le=1_000_000, description="optimizer steps an iteration [paper: 4]")
+    max_prompt_tokens: int = Field(
+        16, ge=1, le=1_000_000, description="longest prompt; longer ones are left out, counted and named"
+    )
     sampling: Sampling = Field(Sampling(), description="how rollouts are sampled [paper: T 1, top-p 1, 8,192 tokens]")
     learning_rate: float = Field(1.5e-5, ge=0, le=1, description="constant after the warm-up [paper: 1e-6]")
-    warmup_steps: int = Field(5, ge=0, description="optimizer steps of linear warm-up")
-    adam_betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW [paper: 0.9, 0.95]")
-    adam_eps: float = Field(1e-15, gt=0, description="AdamW [paper: 1e-15]")
-    weight_decay: float = Field(0.0, ge=0, description="AdamW [paper: 0]")
-    clip_norm: float | None = Field(1.0, gt=0, description="gradient norm clip; null for none [paper: 1.0]")
-    micro_batch_tokens: int = Field(2048, ge=1, description="tokens a forward and backward pass, padding included")
+    warmup_steps: int = Field(5, ge=0, le=1_000_000, description="optimizer steps of linear warm-up")
+    adam_betas: tuple[Probability, Probability] = Field((0.9, 0.95), description="AdamW [paper: 0.9, 0.95]")
+    adam_eps: float = Field(1e-15, gt=0, le=1, description="AdamW [paper: 1e-15]")
+    weight_decay: float = Field(0.0, ge=0, le=10, description="AdamW [paper: 0]")
+    clip_norm: float | None = Field(1.0, gt=0, le=1e6, description="gradient norm clip; null for none [paper: 1.0]")
+    micro_batch_tokens: int = Field(
+        2048, ge=1, le=100_000_000, description="tokens a forward and backward pass, padding included"
+    )
     objective_settings: dict[Name, dict[str, float | bool | str]] = Field(
         {}, description="changes to rows of the table of objectives, e.g. {grpo-token-tis: {bound: 3}}"
     )
-    checkpoint_every: int = Field(10, ge=1, description="iterations between checkpoints")
-    keep_checkpoints: int = Field(2, ge=1, description="checkpoints that stay on disk")
+    checkpoint_every: int = Field(10, ge=1, le=1_000_000, description="iterations between checkpoints")
+    keep_checkpoints: int = Field(2, ge=1, le=1_000_000, description="checkpoints that stay on disk")
     max_skip_share: float = Field(0.5, gt=0, le=1, description="stop when more than this share of 50 steps overflowed")
     on_collapse: Literal["warn", "stop"] = Field("warn", description="what to do when a collapse monitor fires")
 
@@ -216,16 +260,20 @@ class Training(Section):
         if batch % self.gradient_steps:
             raise ValueError(f"{batch} rollouts an iteration do not divide into gradient_steps {self.gradient_steps}")
         if self.sampling.top_p < 1:
-            raise ValueError("training.sampling.top_p must be 1: a nucleus biases the ratio of π and μ by the kept mass")
+            raise ValueError(
+                "training.sampling.top_p must be 1: a nucleus biases the ratio of π and μ by the kept mass"
+            )
         return self
 
 
 class Evaluation(Section):
-    benchmarks: tuple[Name, ...] = Field(("train", "heldout"), description="problem sets to evaluate on")
+    benchmarks: tuple[Name, ...] = Field(("train", "heldout"), min_length=1, description="problem sets to evaluate on")
     samples: int = Field(32, ge=1, le=10_000, description="responses a problem: avg@samples [paper: 32]")
     k: tuple[int, ...] = Field((1, 8, 32), description="k of pass@k and maj@k")
-    engines: tuple[EngineName, ...] = Field(("transformers",), description="engines to evaluate with")
-    precisions: tuple[Name, ...] | None = Field(None, description="rollout dtypes to deploy in; null: the run's own")
+    engines: tuple[EngineName, ...] = Field(("transformers",), min_length=1, description="engines to evaluate with")
+    precisions: tuple[Name, ...] | None = Field(
+        None, min_length=1, description="rollout dtypes to deploy in; null: the run's own"
+    )
     sampling: Sampling = Field(Sampling(), description="how the responses are sampled [paper: T 0.6, top-p 0.95]")
 
     @model_validator(mode="after")
@@ -260,8 +308,12 @@ class Config(Section):
     """Everything a run depends on."""
 
     output: str = Field("results/laptop", description="folder that everything is written to")
-    seed: int = Field(0, ge=0, le=2**31 - 1, description="seed of everything but the training matrix, which has its own")
-    problems: dict[Name, ProblemSource] = Field(default_factory=_laptop_problems, description="sets of problems, by name")
+    seed: int = Field(
+        0, ge=0, le=2**31 - 1, description="seed of everything but the training matrix, which has its own"
+    )
+    problems: dict[Name, ProblemSource] = Field(
+        default_factory=_laptop_problems, description="sets of problems, by name"
+    )
     models: dict[Name, ModelSource] = Field(default_factory=_laptop_models, description="models, by name")
     precisions: dict[Name, Precision] = Field(default_factory=_precisions, description="precisions, by name")
     prompt: Prompt = Field(Prompt(), description="how a problem becomes a prompt")
@@ -272,3 +324,10 @@ class Config(Section):
     training: Training | None = Field(Training(), description="the training matrix; null for none")
     evaluation: Evaluation | None = Field(Evaluation(), description="scores of the trained models; null for none")
     report: Report = Field(Report(), description="the page")
+
+    @model_validator(mode="after")
+    def _refers_to_what_exists(self) -> Self:
+        complaints = cross_check(self)
+        if complaints:
+            raise ValueError("\n".join(complaints))
+        return self

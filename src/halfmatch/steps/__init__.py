@@ -1,0 +1,183 @@
+"""The steps of the pipeline, and what each depends on.
+
+A step is a module here with `run(config, **wildcards)`: it reads artefacts, calls the package, and writes artefacts.
+This table says what a step may use of the configuration. The rules and the DVC stages take their `params` from it, and
+every artefact the digest in its provenance, so a change of anything else reruns nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from halfmatch import __version__
+from halfmatch.config import Config
+from halfmatch.paths import Run
+
+_MODEL_PACKAGES = ("torch", "transformers")
+_GRADING_PACKAGES = ("math-verify",)
+_PROMPT = ("prompt", "grading.rule", "grading.timeout_s")
+_ENGINE = ("engine.slots", "engine.device", "engine.tensor_parallel")
+_MEASURED = ("model", "problems", "engine", "rollout", "train")
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step depends on.
+
+    wildcards: what one job of it is of, as `run`'s arguments and as the command line's options.
+    parameters: keys of the configuration; a {name} is filled from the wildcards, or from what they imply.
+    packages: the distributions whose version can change its result.
+    """
+
+    wildcards: tuple[str, ...]
+    parameters: tuple[str, ...]
+    packages: tuple[str, ...] = ()
+
+
+STEPS: Mapping[str, Step] = {
+    "problems": Step(("problems",), ("problems.{problems}", "seed", "grading.rule"), _GRADING_PACKAGES),
+    "model": Step(("model",), ("models.{model}", "seed"), _MODEL_PACKAGES),
+    "solvability": Step(
+        ("shard",),
+        (
+            "seed",
+            *_PROMPT,
+            "engine.name",
+            *_ENGINE,
+            "precisions.{solvability_precision}",
+            "solvability.samples",
+            "solvability.shards",
+            "solvability.sampling",
+        ),
+        (*_MODEL_PACKAGES, *_GRADING_PACKAGES),
+    ),
+    "perfectible": Step((), ("solvability.low", "solvability.high", "report.confidence")),
+    "rollouts": Step(
+        ("model", "problems", "engine", "rollout"),
+        ("seed", *_PROMPT, *_ENGINE, "precisions.{rollout}", "mismatch.samples", "mismatch.sampling"),
+        (*_MODEL_PACKAGES, *_GRADING_PACKAGES),
+    ),
+    "scores": Step(
+        _MEASURED,
+        ("engine.device", "precisions.{train}", "mismatch.sampling.temperature", "mismatch.micro_batch_tokens"),
+        _MODEL_PACKAGES,
+    ),
+    "mismatch": Step(_MEASURED, ("seed", "mismatch.bootstrap_samples", "report.confidence")),
+    "fidelity": Step(
+        _MEASURED,
+        (
+            "seed",
+            "engine.device",
+            "precisions.{train}",
+            "mismatch.sampling",
+            "mismatch.micro_batch_tokens",
+            "mismatch.gradient_fidelity.objectives",
+        ),
+        _MODEL_PACKAGES,
+    ),
+    "train": Step(
+        ("run",),
+        (
+            *_PROMPT,
+            "engine.name",
+            *_ENGINE,
+            "precisions.{precision}",
+            "training.iterations",
+            "training.prompts_per_iteration",
+            "training.samples_per_prompt",
+            "training.gradient_steps",
+            "training.max_prompt_tokens",
+            "training.sampling",
+            "training.learning_rate",
+            "training.warmup_steps",
+            "training.adam_betas",
+            "training.adam_eps",
+            "training.weight_decay",
+            "training.clip_norm",
+            "training.micro_batch_tokens",
+            "training.objective_settings.{objective}",
+            "training.max_skip_share",
+            "training.on_collapse",
+        ),
+        (*_MODEL_PACKAGES, *_GRADING_PACKAGES),
+    ),
+    "evaluate": Step(
+        ("run", "problems", "engine", "rollout"),
+        (
+            "seed",
+            *_PROMPT,
+            *_ENGINE,
+            "precisions.{rollout}",
+            "evaluation.samples",
+            "evaluation.k",
+            "evaluation.sampling",
+            "report.confidence",
+        ),
+        (*_MODEL_PACKAGES, *_GRADING_PACKAGES),
+    ),
+    "report": Step((), ("mismatch", "training", "evaluation", "precisions", "report")),
+}
+
+
+def parameters(config: Config, step: str, **wildcards: str) -> dict[str, Any]:
+    """The values of the configuration that one job of a step depends on, by their keys; plain JSON values."""
+    names = {**wildcards, "solvability_precision": config.solvability.precision}
+    if wildcards.get("run", "initial") != "initial":
+        run = Run.parse(wildcards["run"])
+        names |= {"precision": run.precision, "objective": run.objective}
+    values = config.model_dump(mode="json")
+    slice_: dict[str, Any] = {}
+    for key in STEPS[step].parameters:
+        parts = [part.format(**names) for part in key.split(".")]
+        value: Any = values
+        for part in parts:
+            value = value.get(part) if value is not None else None
+        slice_[".".join(parts)] = value
+    return slice_
+
+
+def digest(value: Any) -> str:
+    """A short name for a JSON value: the first 16 hex digits of its SHA-256."""
+    canonical = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+def provenance(
+    config: Config, step: str, *, inputs: Mapping[str, Path] | None = None, **wildcards: str
+) -> dict[str, Any]:
+    """What an artefact says of where it came from: a function of the inputs and the installed versions alone.
+
+    inputs: the artefacts that were read, by a name for each; files by the SHA-256 of their bytes, model folders by
+    their digest.
+    """
+    return {
+        "step": step,
+        "names": wildcards,
+        "config": digest(parameters(config, step, **wildcards)),
+        "inputs": {name: _input_digest(Path(path)) for name, path in sorted((inputs or {}).items())},
+        "versions": {
+            "halfmatch": __version__,
+            **{package: metadata.version(package) for package in ("pyarrow", *STEPS[step].packages)},
+        },
+    }
+
+
+def _input_digest(path: Path) -> str:
+    if path.is_dir():
+        from halfmatch import models
+
+        return models.digest(path)
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def run(step: str, config: Config, **wildcards: str) -> None:
+    """Run one job of a step."""
+    importlib.import_module(f"halfmatch.steps.{step}").run(config, **wildcards)
