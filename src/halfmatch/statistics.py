@@ -84,10 +84,8 @@ def paired_test(a: Sequence[float], b: Sequence[float], confidence: float = 0.95
     if pairs == 1:
         return PairedTest(1, difference, math.nan, 1.0)
     error = differences.std(ddof=1) / math.sqrt(pairs)
-    if error > 0:
-        p_t = 2 * float(stats.t.sf(abs(mean) / error, pairs - 1))
-    else:
-        p_t = 0.0 if mean else 1.0
+    t = np.divide(abs(mean), error, out=np.array(math.inf if mean else 0.0), where=error > 0)
+    p_t = 2 * float(stats.t.sf(t, pairs - 1))
     flips = stats.permutation_test(
         (differences,), np.mean, permutation_type="samples", n_resamples=10_000, vectorized=True, axis=-1, rng=0
     )
@@ -105,9 +103,9 @@ def bootstrap(
     """Value, low and high of every statistic, by resampling problems with replacement (percentile intervals).
 
     `statistics` maps counts [resamples, problems] (how often each resample drew each problem) to arrays
-    [resamples, ...]; all of a problem's samples come and go together. The value is the statistic of the data themselves.
-    A resample in which a statistic is undefined (NaN) does not count for its interval; with fewer than two problems
-    there is no interval.
+    [resamples, ...]; all of a problem's samples come and go together. The value is the statistic of the data
+    themselves. A resample in which a statistic is undefined (NaN) does not count for its interval; with fewer than two
+    problems there is no interval.
     """
     values = {name: array[0] for name, array in statistics(np.ones((1, problems))).items()}
     undefined = {name: np.full_like(value, np.nan) for name, value in values.items()}
