@@ -1,0 +1,177 @@
+"""The command line: one command a step, and a few about the whole. Torch is imported by the steps that need it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from halfmatch import __version__
+from halfmatch.config import Config
+from halfmatch.config_checks import nearest
+from halfmatch.errors import UserError
+from halfmatch.steps import STEPS, run
+
+_STEP_HELP = {
+    "problems": "read one problem set",
+    "model": "fetch or make one model",
+    "solvability": "sample one shard of the problems to learn their solve rates",
+    "perfectible": "keep the problems that the model solves sometimes",
+    "rollouts": "sample responses in one rollout dtype, for the offline mismatch",
+    "scores": "score the same tokens with the trainer in one dtype",
+    "mismatch": "measure the mismatch of rollouts and scores",
+    "fidelity": "compare the gradients of the objectives with fp32's",
+    "train": "train one run of the matrix",
+    "evaluate": "score one set of weights on one benchmark",
+    "report": "figures, tables and the page",
+}
+_WILDCARD_HELP = {
+    "problems": "problem set, by its name in the configuration",
+    "model": "model, by its name in the configuration",
+    "shard": "shard, as in 0-of-2",
+    "engine": "rollout engine",
+    "rollout": "precision whose rollout dtype is sampled in, by its name in the configuration",
+    "train": "precision whose compute dtype scores, by its name in the configuration",
+    "run": "run of the matrix, as in bf16_grpo_seed0; for evaluate also initial, the untrained model",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; 0 for success, 2 with one clear message for what the user can mend. Bugs raise."""
+    options = _parser().parse_args(arguments)
+    # Parallelism is over jobs, and one thread a process keeps the order of every sum: set before torch is imported.
+    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[variable] = "1"
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        command: Callable[[argparse.Namespace], None] = options.command
+        command(options)
+    except UserError as error:
+        print(f"halfmatch {options.name}: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # `halfmatch plan | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="halfmatch",
+        description="Reproduce, measure and remove the training-inference mismatch in RL fine-tuning.",
+    )
+    parser.add_argument("--version", action="version", version=f"halfmatch {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def add(name: str, text: str, command: Callable[[argparse.Namespace], None]) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        sub.set_defaults(command=command, name=name)
+        sub.add_argument(
+            "--config",
+            nargs="+",
+            type=Path,
+            default=[],
+            metavar="FILE",
+            help="YAML files, a later one over the earlier ones; without any, the laptop run",
+        )
+        return sub
+
+    for name, step in STEPS.items():
+        sub = add(name, _STEP_HELP[name], _run_step)
+        for wildcard in step.wildcards:
+            sub.add_argument(f"--{wildcard}", required=True, metavar="NAME", help=_WILDCARD_HELP[wildcard])
+
+    plan = add("plan", "say what a configuration would run, and how it differs from the paper", _plan)
+    plan.add_argument(
+        "--paper", type=Path, default=Path("config/paper.yaml"), metavar="FILE", help="preset to compare with"
+    )
+    add("doctor", "say what this machine has, what each step would use, and what is missing", _doctor)
+    add("headline", "print the headline table of a finished report", _headline)
+    restore = add(
+        "restore", "after `dvc pull` or `dvc checkout`: tell Snakemake that the results are up to date", _restore
+    )
+    restore.set_defaults(config=[])
+    config = add("config", "check a configuration, and print it in full", _config)
+    config.add_argument(
+        "--as",
+        dest="form",
+        choices=("yaml", "schema", "reference", "stages"),
+        default="yaml",
+        help="yaml (with what every key means), its JSON schema, a Markdown table of all keys, or dvc.yaml",
+    )
+    return parser
+
+
+def _load(options: argparse.Namespace) -> Config:
+    from halfmatch.config_files import load
+
+    return load(options.config)
+
+
+def _run_step(options: argparse.Namespace) -> None:
+    config = _load(options)
+    wildcards = {wildcard: getattr(options, wildcard) for wildcard in STEPS[options.name].wildcards}
+    for wildcard, name in wildcards.items():
+        known = _known(config, wildcard)
+        if name not in known:
+            raise UserError(f"--{wildcard} {name}: the configuration has no such name; {nearest(name, known)}")
+    run(options.name, config, **wildcards)
+
+
+def _known(config: Config, wildcard: str) -> list[str]:
+    """The names that an option of a step can take."""
+    from halfmatch import jobs
+
+    if wildcard == "engine":
+        return ["transformers", "vllm"]
+    if wildcard == "shard":
+        return jobs.shards(config)
+    if wildcard == "run":
+        return [jobs.INITIAL, *(run.name for run in jobs.runs(config))]
+    return list({"problems": config.problems, "model": config.models}.get(wildcard, config.precisions))
+
+
+def _plan(options: argparse.Namespace) -> None:
+    from halfmatch.plan import plan
+
+    print(plan(_load(options), options.paper))
+
+
+def _doctor(options: argparse.Namespace) -> None:
+    from halfmatch.doctor import diagnosis
+
+    print(diagnosis(_load(options)))
+
+
+def _headline(options: argparse.Namespace) -> None:
+    from halfmatch.report.headline import table
+
+    print(table(_load(options)))
+
+
+def _restore(options: argparse.Namespace) -> None:
+    from halfmatch.restore import restore
+
+    restore(options.config)
+
+
+def _config(options: argparse.Namespace) -> None:
+    from halfmatch import config_files
+
+    config = _load(options)
+    if options.form == "schema":
+        print(config_files.to_schema(), end="")
+    elif options.form == "reference":
+        print(config_files.to_reference(), end="")
+    elif options.form == "stages":
+        from halfmatch.stages import to_dvc_yaml
+
+        print(to_dvc_yaml(config), end="")
+    else:
+        print(config_files.to_yaml(config), end="")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
