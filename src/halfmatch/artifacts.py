@@ -1,8 +1,8 @@
 """Every table that lies between two steps: its schema, and how it is written and read.
 
-The same rows and provenance give the same bytes (pyarrow is pinned: its version stands in a file's footer). Files appear
-by rename when they are complete, and carry a checksum a page. Provenance is what follows from the inputs; times, hosts
-and paths stay out.
+The same rows and provenance give the same bytes (pyarrow is pinned: its version stands in a file's footer). Files
+appear by rename when they are complete, and carry a checksum a page. Provenance is what follows from the inputs; times,
+hosts and paths stay out.
 """
 
 from __future__ import annotations
@@ -113,12 +113,12 @@ TABLES: Mapping[str, Table] = {
     # One row an optimizer step. Of its iteration's rollouts, the same in every row of it: reward (mean; time-outs left
     # out), response_tokens (mean length), truncated_responses and timeout_responses (shares). Of log π(θ') − log μ, in
     # the first row of an iteration alone, over all rollouts where the objective runs the π(θ') pass and over the first
-    # step's share of them, where θ = θ', otherwise: k1 … ess_share (see halfmatch.mismatch.metrics; ess_share: effective
-    # sample size over the number of sequences). Of the step: entropy (mean, nats), the ratios π(θ)/π(θ') and the weights
-    # π/μ before (raw) and after their bound (see halfmatch.rl.objectives), loss, gradient norm before clipping (NaN
-    # where a gradient was not finite), loss_scale of the backward pass, skip_share (skipped of all steps so far),
-    # weight_change (|θ − θ_0| / |θ_0| after the step, in the first steps), first_non_finite (tensor, where skipped),
-    # event (what a monitor said). Null: the objective, precision or step has no such number.
+    # step's share of them, where θ = θ', otherwise: k1 … ess_share (see halfmatch.mismatch.metrics; ess_share:
+    # effective sample size over the number of sequences). Of the step: entropy (mean, nats), the ratios π(θ)/π(θ') and
+    # the weights π/μ before (raw) and after their bound (see halfmatch.rl.objectives), loss, gradient norm before
+    # clipping (NaN where a gradient was not finite), loss_scale of the backward pass, skip_share (skipped of all steps
+    # so far), weight_change (|θ − θ_0| / |θ_0| after the step, in the first steps), first_non_finite (tensor, where
+    # skipped), event (what a monitor said). Null: the objective, precision or step has no such number.
     "training_log": Table(
         _schema(
             ("iteration", pa.int32()),
@@ -172,8 +172,9 @@ def atomic(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    encoding, newline = (None, None) if "b" in mode else ("utf-8", "\n")
     try:
-        with open(temporary, mode, **({} if "b" in mode else {"encoding": "utf-8", "newline": "\n"})) as file:
+        with open(temporary, mode, encoding=encoding, newline=newline) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -342,9 +343,9 @@ def row_groups(path: Path, table: str, columns: list[str] | None = None) -> Iter
 
 def provenance(path: Path) -> dict[str, Any]:
     """What a Parquet or JSON artefact says of the inputs it came from."""
+    if Path(path).suffix == ".json":
+        return read_json(path)["provenance"]
     with _readable(path):
-        if Path(path).suffix == ".json":
-            return json.loads(Path(path).read_text(encoding="utf-8"))["provenance"]
         return _header(pq.read_schema(path))
 
 
@@ -353,6 +354,19 @@ def write_json(path: Path, content: Mapping[str, Any], provenance: Mapping[str, 
     with atomic(path, "w") as file:
         json.dump(_finite({**content, "provenance": provenance}), file, sort_keys=True, indent=1, allow_nan=False)
         file.write("\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read metrics that `write_json` wrote, provenance among them; UserError where the file is not such."""
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: there is no such file; the step that writes it has not run") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: not readable as JSON ({error}); remove it and run its step again") from None
+    if not isinstance(content, dict) or "provenance" not in content:
+        raise UserError(f"{path}: not a file of halfmatch (no provenance in it); remove it and run its step again")
+    return content
 
 
 def _finite(value: Any) -> Any:
