@@ -1,0 +1,106 @@
+"""16-bit matmuls on a CPU as a tensor core computes them: fp32 accumulation of the 16-bit inputs, one rounding.
+
+Products of two 16-bit numbers are exact in fp32, so an fp32 matmul of the upcast inputs differs from a 16-bit unit only
+in the order of its sums.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear as fp32_linear
+
+if TYPE_CHECKING:
+    from halfmatch.precision import DType, Emulate
+
+# What the kernel calls the units that multiply 16-bit numbers and accumulate in fp32, on x86 and on Arm.
+_UNITS: dict[str, frozenset[str]] = {
+    "bf16": frozenset({"avx512_bf16", "amx_bf16", "bf16"}),
+    "fp16": frozenset({"avx512_fp16", "amx_fp16"}),
+}
+
+
+def cpu_units() -> frozenset[str]:
+    """The 16-bit matmul units of this CPU, by the kernel's names; empty where the kernel does not tell."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return frozenset()
+    flags = next((line.split(":", 1)[1] for line in lines if line.lower().startswith(("flags", "features"))), "")
+    return frozenset(flags.split()) & (_UNITS["bf16"] | _UNITS["fp16"])
+
+
+def is_emulated(dtype: DType, emulate: Emulate, device: str) -> bool:
+    """Whether matmuls in `dtype` on `device` run through `linear` below instead of PyTorch's native kernels."""
+    if dtype == "fp32" or torch.device(device).type != "cpu" or emulate == "never":
+        return False
+    return emulate == "always" or not (cpu_units() & _UNITS[dtype])
+
+
+class _Linear(torch.autograd.Function):
+    """x [..., in], w [out, in], b [out] or None, all of one 16-bit dtype; w_fp32 is w, upcast before, or None."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, w_fp32: torch.Tensor | None
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.has_bias = b is not None
+        if w_fp32 is None:
+            w_fp32 = w.float()
+        return fp32_linear(x.float(), w_fp32, None if b is None else b.float()).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, w = ctx.saved_tensors
+        dy_fp32 = dy.float()
+        rows = dy_fp32.reshape(-1, dy.shape[-1])
+        dx = dw = db = None
+        if ctx.needs_input_grad[0]:
+            dx = (dy_fp32 @ w.float()).to(x.dtype)
+        if ctx.needs_input_grad[1]:
+            dw = (rows.T @ x.float().reshape(-1, x.shape[-1])).to(w.dtype)
+        if ctx.has_bias and ctx.needs_input_grad[2]:
+            db = rows.sum(0).to(x.dtype)
+        return dx, dw, db, None
+
+
+def linear(
+    x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None, *, w_fp32: torch.Tensor | None = None
+) -> torch.Tensor:
+    """y = round(x wᵀ + b): x [..., in], w [out, in], b [out] of one 16-bit dtype, accumulated in fp32, rounded once.
+
+    Backward alike: dx = round(dy w), dw = round(dyᵀ x), db = round(Σ dy). `w_fp32` spares the upcast of w where the
+    caller has it; it must equal w.
+    """
+    if x.dtype != w.dtype or x.dtype not in (torch.bfloat16, torch.float16):
+        raise TypeError(f"emulated matmuls take two tensors of one 16-bit dtype, not {x.dtype} and {w.dtype}")
+    return _Linear.apply(x, w, b, w_fp32)
+
+
+class EmulatedLinear(torch.nn.Linear):
+    """A Linear layer whose matmul is `linear`; it shares the parameters of the layer that it replaces.
+
+    Outside of autograd the upcast weight is kept until the weight changes. Change weights under `torch.no_grad()`;
+    writes through `.data` leave no trace that could be seen here.
+    """
+
+    def __init__(self, layer: torch.nn.Linear):
+        torch.nn.Module.__init__(self)
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.weight, self.bias = layer.weight, layer.bias
+        self.train(layer.training)
+        self._upcast: tuple[tuple[int, int], torch.Tensor] | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.weight, self.bias, w_fp32=None if torch.is_grad_enabled() else self._upcast_weight())
+
+    def _upcast_weight(self) -> torch.Tensor:
+        state = (self.weight.data_ptr(), self.weight._version)
+        if self._upcast is None or self._upcast[0] != state:
+            self._upcast = (state, self.weight.detach().float())
+        return self._upcast[1]
