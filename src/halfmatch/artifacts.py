@@ -247,7 +247,7 @@ class Writer:
             raise ValueError(f"{self.path}: undeclared columns {sorted(unknown)}; declared: {self.schema.names}")
         missing = [f.name for f in self.schema if not f.nullable and row.get(f.name) is None]
         if missing:
-            raise ValueError(f"{self.path}: no value for {missing} in row {dict(row)}")
+            raise ValueError(f"{self.path}: no value for {missing} in the row after {self._last_key}")
         key = tuple(row[name] for name in self.table.key)
         if self._last_key is not None and key <= self._last_key:
             raise ValueError(
