@@ -130,7 +130,9 @@ def _known(config: Config, wildcard: str) -> list[str]:
         return jobs.shards(config)
     if wildcard == "run":
         return [jobs.INITIAL, *(run.name for run in jobs.runs(config))]
-    return list({"problems": config.problems, "model": config.models}.get(wildcard, config.precisions))
+    if wildcard == "problems":
+        return list(config.problems)
+    return list(config.models if wildcard == "model" else config.precisions)
 
 
 def _plan(options: argparse.Namespace) -> None:

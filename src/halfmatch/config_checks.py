@@ -13,21 +13,23 @@ if TYPE_CHECKING:
     from halfmatch.config import Config, ModelSource
     from halfmatch.precision import Precision
 
-# Rows of rl/objectives.py, named here so that a configuration can be checked without torch; a test compares the two.
-OBJECTIVE_NAMES = (
-    "grpo",
-    "grpo-token-tis",
-    "grpo-seq-mis",
-    "gspo",
-    "dapo",
-    "ppo",
-    "pg",
-    "pg-token-is",
-    "pg-token-tis",
-    "pg-seq-is",
-    "pg-seq-tis",
-    "pg-seq-mis",
-)
+# The rows of rl/objectives.py and which of their settings can be changed, named here so that a configuration can be
+# checked without torch; a test compares the two.
+_ANY = ("denominator", "scale_by_std")
+_CLIP = ("clip_low", "clip_high")
+OBJECTIVE_SETTINGS: Mapping[str, tuple[str, ...]] = {
+    "grpo": (*_CLIP, *_ANY),
+    "grpo-token-tis": ("bound", *_CLIP, *_ANY),
+    "grpo-seq-mis": ("bound", *_CLIP, *_ANY),
+    "gspo": (*_CLIP, *_ANY),
+    "pg": _ANY,
+    "pg-token-is": ("bound", *_ANY),
+    "pg-token-tis": ("bound", *_ANY),
+    "pg-seq-is": ("bound", *_ANY),
+    "pg-seq-tis": ("bound", *_ANY),
+    "pg-seq-mis": ("bound", *_ANY),
+}
+OBJECTIVE_NAMES = tuple(OBJECTIVE_SETTINGS)
 
 
 def cross_check(config: Config) -> list[str]:
@@ -75,7 +77,14 @@ def _unknown_names(config: Config) -> Iterator[str]:
                 yield f"{path}: there is no {kind} {name!r}; {nearest(name, known)}"
             if names.count(name) > 1:
                 yield f"{path}: {name!r} stands there twice"
-    if config.training and len(set(config.training.seeds)) < len(config.training.seeds):
+    if not config.training:
+        return
+    for objective, settings in config.training.objective_settings.items():
+        known = OBJECTIVE_SETTINGS.get(objective, tuple(settings))
+        for setting in settings:
+            if setting not in known:
+                yield f"training.objective_settings.{objective}.{setting}: unknown setting; {nearest(setting, known)}"
+    if len(set(config.training.seeds)) < len(config.training.seeds):
         yield f"training.seeds: a seed stands twice in {list(config.training.seeds)}"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from halfmatch.config import Config
 from halfmatch.paths import Run
@@ -92,7 +92,7 @@ def _evaluate(config: Config) -> list[Job]:
     ]
 
 
-_JOBS = {
+_JOBS: Mapping[str, Callable[[Config], list[Job]]] = {
     "problems": lambda config: [{"problems": name} for name in problem_sets(config)],
     "model": lambda config: [{"model": name} for name in model_names(config)],
     "solvability": lambda config: [{"shard": shard} for shard in shards(config)],

@@ -1,0 +1,34 @@
+rule report:
+    input:
+        perfectible=pipeline.pattern("perfectible"),
+        scores=pipeline.results("scores"),
+        mismatch=pipeline.results("mismatch"),
+        curves=pipeline.results("mismatch", "mismatch_curves"),
+        fidelity=pipeline.results("fidelity"),
+        training=pipeline.results("train", "training_log"),
+        counts=pipeline.results("evaluate", "evaluation"),
+        evaluation=pipeline.results("evaluate"),
+        code=pipeline.code("report"),
+    output:
+        page=report(
+            pipeline.pattern("report"),
+            caption="../workflow/report/page.rst",
+            category="Report",
+        ),
+        headline=pipeline.pattern("headline"),
+        figures=report(
+            directory(pipeline.pattern("figures")),
+            patterns=["{name}.png"],
+            caption="../workflow/report/figure.rst",
+            category="Figures",
+        ),
+    log:
+        pipeline.log("report"),
+    benchmark:
+        pipeline.benchmark("report")
+    threads: 1
+    params:
+        file=pipeline.file,
+        config=pipeline.parameters("report"),
+    shell:
+        "halfmatch report --config {params.file} 2>&1 | tee {log}"

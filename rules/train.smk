@@ -1,0 +1,22 @@
+# Checkpoints are no outputs: Snakemake removes the outputs of a job that was killed, and the next one goes on from them.
+rule train:
+    input:
+        perfectible=pipeline.pattern("perfectible"),
+        model=pipeline.paths.of("model", model=pipeline.config.solvability.model),
+        code=pipeline.code("train"),
+    output:
+        log=pipeline.pattern("training_log"),
+        curves=pipeline.pattern("training_curves"),
+        model=directory(pipeline.pattern("trained")),
+    log:
+        pipeline.log("train", "{run}"),
+    benchmark:
+        pipeline.benchmark("train", "{run}")
+    threads: 1
+    resources:
+        gpu=pipeline.gpus(),
+    params:
+        file=pipeline.file,
+        config=pipeline.parameters("train"),
+    shell:
+        "halfmatch train --config {params.file} --run {wildcards.run} 2>&1 | tee {log}"

@@ -1,0 +1,131 @@
+"""What the Snakefile asks of the package: the configuration, and paths, parameters and code of each step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from halfmatch import jobs
+from halfmatch.artifacts import atomic
+from halfmatch.code_files import code_files
+from halfmatch.config import Config
+from halfmatch.config_files import load, to_yaml
+from halfmatch.errors import UserError
+from halfmatch.paths import Paths
+from halfmatch.steps import parameters
+
+DEFAULT_CONFIG = Path("config/config.yaml")
+
+# What each step's jobs leave behind; a rule has more outputs where a step writes more.
+_RESULT: Mapping[str, str] = {
+    "problems": "problems",
+    "model": "model",
+    "solvability": "shard",
+    "perfectible": "perfectible",
+    "rollouts": "rollouts",
+    "scores": "scores",
+    "mismatch": "mismatch",
+    "fidelity": "fidelity",
+    "train": "trained",
+    "evaluate": "evaluation_metrics",
+    "report": "report",
+}
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """One configuration's workflow. `file` is the configuration as the jobs read it: whole, and fixed when they start."""
+
+    config: Config
+    sources: tuple[Path, ...]
+
+    @classmethod
+    def read(cls, files: Sequence[Path], command_line: Mapping[str, Any]) -> Pipeline:
+        """The configuration of Snakemake's --configfile, or of config/config.yaml; UserError where it is not valid."""
+        if command_line:
+            raise UserError(
+                f"--config {' '.join(command_line)}: values given there become text; write them to a file and add it "
+                "with --configfile, after the first"
+            )
+        sources = tuple(_below_here(Path(file)) for file in files) or (DEFAULT_CONFIG,)
+        return cls(load(sources), sources)
+
+    @property
+    def paths(self) -> Paths:
+        return Paths(Path(self.config.output))
+
+    @property
+    def file(self) -> str:
+        return str(self.paths.root / "config.yaml")
+
+    def write_file(self) -> None:
+        """Write the configuration for the jobs, if it is not there or differs."""
+        path, text = Path(self.file), to_yaml(self.config)
+        if not path.is_file() or path.read_text(encoding="utf-8") != text:
+            with atomic(path, "w") as file:
+                file.write(text)
+
+    def pattern(self, artefact: str) -> str:
+        """The path of an artefact, with its {wildcards} left in."""
+        return self.paths.pattern(artefact)
+
+    def log(self, step: str, names: str = "") -> str:
+        """Where a job's messages go."""
+        return f"{self.paths.root}/logs/{step}/{names or step}.log"
+
+    def benchmark(self, step: str, names: str = "") -> str:
+        """Where Snakemake notes a job's time and memory."""
+        return f"{self.paths.root}/benchmarks/{step}/{names or step}.tsv"
+
+    def code(self, step: str) -> list[str]:
+        """The source files that a step runs, relative to the repository."""
+        return [f"src/halfmatch/{file}" for file in code_files(step)]
+
+    def parameters(self, step: str) -> Callable[[Any], str]:
+        """What of the configuration a job depends on, as a function of its wildcards."""
+        return lambda wildcards: json.dumps(parameters(self.config, step, **dict(wildcards)), ensure_ascii=False)
+
+    def results(self, step: str, artefact: str | None = None) -> list[str]:
+        """The files of all jobs of a step."""
+        return [
+            str(self.paths.of(artefact or _RESULT[step], **names))
+            for names in jobs.jobs(self.config, step)
+        ]
+
+    def source_file(self, kind: str, name: str) -> list[str]:
+        """The local file or folder that a problem set or model is read from, if it is: an input like any other."""
+        source = self.config.problems[name] if kind == "problems" else self.config.models[name]
+        return [source.path] if source.source in ("file", "folder", "gguf") and source.path else []
+
+    def start(self, model: str) -> list[str]:
+        """The model folder that a bootstrapped model continues from, if it does."""
+        start = jobs.start_of(self.config, model)
+        return [str(self.paths.of("model", model=start))] if start else []
+
+    def weights(self, run: str) -> str:
+        """The model folder of a run: what it trained, or what all runs start from."""
+        if run == jobs.INITIAL:
+            return str(self.paths.of("model", model=self.config.solvability.model))
+        return str(self.paths.of("trained", run=run))
+
+    def recorded(self) -> list[str]:
+        """What `record` hands to DVC: the report, of the configuration that dvc.yaml versions."""
+        if self.sources != (DEFAULT_CONFIG,):
+            raise UserError(
+                f"dvc.yaml versions the results of {DEFAULT_CONFIG}; to record another configuration write it there "
+                "(halfmatch config --config FILE) and renew dvc.yaml (halfmatch config --as stages)"
+            )
+        return self.results("report")
+
+    def gpus(self) -> int:
+        """GPUs that a job with a model needs."""
+        return self.config.engine.tensor_parallel if self.config.engine.device == "cuda" else 0
+
+
+def _below_here(path: Path) -> Path:
+    """The path relative to the working directory, where it lies below it."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_absolute() and path.is_relative_to(here) else path
