@@ -1,0 +1,71 @@
+"""Advantages by hand, by an independent formula, and by their invariants."""
+
+import statistics
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from halfmatch.rl.advantages import group_advantages
+
+groups_of_rewards = st.integers(2, 9).flatmap(
+    lambda size: st.tuples(
+        st.just(size),
+        st.lists(st.lists(st.floats(-5, 5, width=32), min_size=size, max_size=size), min_size=1, max_size=4),
+    )
+)
+
+
+def test_mean_of_the_group_by_hand():
+    rewards = torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0])
+    expected = torch.tensor([0.75, -0.25, -0.25, -0.25, 0.25, 0.25, 0.25, -0.75])
+    assert torch.equal(group_advantages(rewards, 4), expected)
+
+
+def test_scaled_by_the_unbiased_standard_deviation_by_hand():
+    # group 1, 0, 0, 0: mean 1/4, squares 9/16 + 3/16 = 3/4, over n−1 = 3: std 1/2
+    advantages = group_advantages(torch.tensor([1.0, 0.0, 0.0, 0.0]), 4, scale_by_std=True)
+    assert advantages.tolist() == pytest.approx([1.5, -0.5, -0.5, -0.5], rel=3e-6)
+
+
+@given(groups_of_rewards)
+def test_against_the_standard_library(size_and_groups):
+    size, groups = size_and_groups
+    rewards = torch.tensor(groups).flatten()
+    plain = [reward - statistics.fmean(group) for group in groups for reward in group]
+    scaled = [
+        (reward - statistics.fmean(group)) / (statistics.stdev(group) + 1e-6) for group in groups for reward in group
+    ]
+    assert group_advantages(rewards, size).tolist() == pytest.approx(plain, rel=1e-6, abs=1e-12)
+    assert group_advantages(rewards, size, scale_by_std=True).tolist() == pytest.approx(scaled, rel=1e-5, abs=1e-8)
+
+
+@given(groups_of_rewards, st.floats(-3, 3, width=32))
+def test_a_reward_that_all_get_changes_nothing(size_and_groups, bonus):
+    size, groups = size_and_groups
+    rewards = torch.tensor(groups, dtype=torch.float64).flatten()
+    shifted = group_advantages(rewards + bonus, size)
+    torch.testing.assert_close(shifted, group_advantages(rewards, size), rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, -1e6 / 3])
+@pytest.mark.parametrize("scale_by_std", [False, True])
+def test_equal_rewards_give_no_advantage(reward, scale_by_std):
+    advantages = group_advantages(torch.full((7,), reward), 7, scale_by_std=scale_by_std)
+    assert advantages.abs().max() < 1e-8 * max(1.0, abs(reward))
+
+
+def test_integer_rewards_and_their_float32_result():
+    advantages = group_advantages(torch.tensor([1, 0]), 2)
+    assert advantages.dtype == torch.float32
+    assert advantages.tolist() == [0.5, -0.5]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "group_size", "message"),
+    [(torch.ones(5), 2, "do not divide"), (torch.ones(2, 2), 2, "do not divide"), (torch.ones(4), 1, "at least two")],
+)
+def test_what_is_no_grouping_is_refused(rewards, group_size, message):
+    with pytest.raises(ValueError, match=message):
+        group_advantages(rewards, group_size)
