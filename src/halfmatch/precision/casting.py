@@ -31,7 +31,7 @@ def cast_model(
     """
     device = next(model.parameters()).device
     compute = torch_dtype(dtype)
-    kept = _fp32_modules(model, fp32_modules)
+    kept = modules_in_fp32(model, fp32_modules)
     kept_parameters = {id(parameter) for module in kept for parameter in module.parameters()}
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.float32 if id(parameter) in kept_parameters else compute)
@@ -49,7 +49,7 @@ def cast_model(
         _emulate_linears(model, leave=kept)
 
 
-def _fp32_modules(model: PreTrainedModel, names: Collection[Fp32Module]) -> dict[torch.nn.Module, Fp32Module]:
+def modules_in_fp32(model: PreTrainedModel, names: Collection[Fp32Module]) -> dict[torch.nn.Module, Fp32Module]:
     """The modules that each name stands for; a model without a router or a value head has none of them."""
     found: dict[torch.nn.Module, Fp32Module] = {}
     head = model.get_output_embeddings()
