@@ -1,0 +1,1 @@
+"""The mismatch of the trainer's policy π and the rollout engine's policy μ: metrics, offline analysis, gradients."""
