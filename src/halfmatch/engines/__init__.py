@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from halfmatch.errors import UserError
+
 if TYPE_CHECKING:
     import torch
 
@@ -27,19 +29,31 @@ class Request:
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled response: token ids (EOS included) and the log-prob in nats of each under the distribution that it was
-    sampled from (after temperature and nucleus, from logits rounded to the rollout dtype)."""
+    """One sampled response: token ids (EOS included) and the log-prob in nats of each.
+
+    The log-probs are of the distribution that was sampled from: after temperature and nucleus, from logits rounded to
+    the rollout dtype.
+    """
 
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: Literal["stop", "length"]
 
 
+class NonFiniteError(UserError):
+    """The engine's weights or logits are infinite or NaN: nothing that it could sample would mean anything."""
+
+
 class Engine(Protocol):
     """A rollout engine. It computes in `dtype`, which is what it really uses and not what was asked for."""
 
-    dtype: DType
-    description: Mapping[str, Any]  # name, version, attention, emulation, device: what provenance records
+    @property
+    def dtype(self) -> DType: ...
+
+    @property
+    def description(self) -> Mapping[str, Any]:
+        """What provenance records: name, version, attention, emulation, device."""
+        ...
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Replace the weights (Hugging Face names), rounding them to `dtype`, and drop every cache."""
@@ -53,7 +67,10 @@ class Engine(Protocol):
         stop_token_ids: Sequence[int],
         progress: Callable[[int], None] | None = None,
     ) -> list[Completion]:
-        """Sample one completion a request, in the order of the requests. `progress` is told of finished completions."""
+        """Sample one completion a request, in the order of the requests.
+
+        `progress` is told how many completions have finished since it was last told.
+        """
         ...
 
     def close(self) -> None: ...

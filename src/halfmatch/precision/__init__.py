@@ -5,7 +5,7 @@ Importing this module does not import torch, so that the configuration can be re
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -24,6 +24,11 @@ def torch_dtype(dtype: DType) -> torch.dtype:
     import torch
 
     return getattr(torch, _TORCH_NAMES[dtype])
+
+
+def dtype_name(dtype: torch.dtype) -> DType:
+    """The inverse of `torch_dtype`."""
+    return next(name for name in get_args(DType) if torch_dtype(name) == dtype)
 
 
 class LossScaling(BaseModel):
@@ -59,10 +64,14 @@ class Precision(BaseModel):
 
     compute: DType = Field(description="matmuls and activations of the trainer")
     rollout: DType = Field(description="what the rollout engine holds and computes in")
-    master: Literal["fp32"] = Field("fp32", description="master weights and optimizer state; 16-bit masters are refused")
+    master: Literal["fp32"] = Field(
+        "fp32", description="master weights and optimizer state; 16-bit masters are refused"
+    )
     reduce: Literal["fp32", "bf16", "fp16"] = Field("fp32", description="gradient accumulation and reduction")
     fp32_modules: tuple[Fp32Module, ...] = Field((), description="parts computed in fp32 by the trainer and the engine")
-    loss_scaling: LossScaling | None = Field(None, description="dynamic loss scaling; fp16 compute only, and always there")
+    loss_scaling: LossScaling | None = Field(
+        None, description="dynamic loss scaling; fp16 compute only, and always there"
+    )
     emulate: Emulate = Field(
         "auto",
         description="16-bit matmuls on a CPU as fp32 accumulation and one rounding: auto (where the CPU has no units for "

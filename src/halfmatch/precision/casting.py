@@ -70,8 +70,9 @@ def _set_attention(model: PreTrainedModel, implementation: str) -> None:
     model.set_attn_implementation(implementation)
     if model.config._attn_implementation != implementation:
         raise UserError(
-            f"{type(model).__name__} computes attention in its own way, which cannot be exchanged for {implementation!r}; "
-            "models that are built on transformers' AttentionInterface work (Llama, Qwen2, Qwen3 and most others)"
+            f"{type(model).__name__} computes attention in its own way, which cannot be exchanged for "
+            f"{implementation!r}; models that are built on transformers' AttentionInterface work (Llama, Qwen2, Qwen3 "
+            "and most others)"
         )
 
 
