@@ -65,17 +65,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"halfmatch {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
-    def add(name: str, text: str, command: Callable[[argparse.Namespace], None]) -> argparse.ArgumentParser:
+    def add(
+        name: str, text: str, command: Callable[[argparse.Namespace], None], takes_config: bool = True
+    ) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         sub.set_defaults(command=command, name=name)
-        sub.add_argument(
-            "--config",
-            nargs="+",
-            type=Path,
-            default=[],
-            metavar="FILE",
-            help="YAML files, a later one over the earlier ones; without any, the laptop run",
-        )
+        if takes_config:
+            sub.add_argument(
+                "--config",
+                nargs="+",
+                type=Path,
+                default=[],
+                metavar="FILE",
+                help="YAML files, a later one over the earlier ones; without any, the laptop run",
+            )
         return sub
 
     for name, step in STEPS.items():
@@ -144,7 +147,11 @@ def _plan(options: argparse.Namespace) -> None:
 def _doctor(options: argparse.Namespace) -> None:
     from halfmatch.doctor import diagnosis
 
-    print(diagnosis(_load(options)))
+    text, missing = diagnosis(_load(options))
+    print(text)
+    needed = [part.what for part in missing if part.needed]
+    if needed:
+        raise UserError(f"this configuration needs what is missing here: {', '.join(needed)}")
 
 
 def _headline(options: argparse.Namespace) -> None:
@@ -156,7 +163,7 @@ def _headline(options: argparse.Namespace) -> None:
 def _restore(options: argparse.Namespace) -> None:
     from halfmatch.restore import restore
 
-    restore(options.config)
+    restore()
 
 
 def _config(options: argparse.Namespace) -> None:

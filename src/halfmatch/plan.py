@@ -1,0 +1,231 @@
+"""What a configuration would run: jobs, responses, tokens, disk; and how it differs from the paper's settings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from halfmatch import jobs
+from halfmatch.config import Bootstrap, Config, ModelSource, ProblemSource
+from halfmatch.config_files import load
+from halfmatch.paths import Paths
+
+# Bytes a token as written, rounded up: a token id and log μ (completions), and log π beside them (scores).
+COMPLETION_BYTES = 6
+SCORE_BYTES = 10
+# Bytes a parameter: fp32 weights and two AdamW moments in a checkpoint, fp32 weights in a trained model.
+CHECKPOINT_BYTES = 12
+WEIGHT_BYTES = 4
+# What a difference from the paper would say nothing about.
+_NOT_SETTINGS = ("output", "report", "problems", "models", "precisions", "grading.workers")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One step: its jobs, the responses they sample or read, and upper bounds of tokens and bytes; None for unknown."""
+
+    step: str
+    jobs: int
+    responses: int | None = 0
+    tokens: int | None = 0
+    bytes: int | None = 0
+
+
+def plan(config: Config, paper: Path) -> str:
+    """The plan as text."""
+    rows = list(rows_of(config))
+    lines = [
+        f"{len(config.mismatch.models)} models × {len(config.mismatch.precisions)} precisions measured, "
+        f"{len(jobs.runs(config))} training runs, {len(jobs.jobs(config, 'evaluate'))} evaluations; in {config.output}",
+        "",
+        f"{'step':<12}{'jobs':>8}{'responses':>14}{'tokens, at most':>18}{'disk, at most':>16}",
+        *(_line(row) for row in [*rows, _total(rows)]),
+        "",
+    ]
+    if any(None in (row.responses, row.bytes) for row in rows):
+        lines += ["? depends on what the steps problems and model have not fetched yet", ""]
+    return "\n".join([*lines, *_comparison(config, paper)])
+
+
+def rows_of(config: Config) -> Iterator[Row]:
+    """The steps that a configuration runs."""
+
+    def count(step: str) -> int:
+        return len(jobs.jobs(config, step))
+
+    solvability, mismatch = config.solvability, config.mismatch
+    yield Row("problems", count("problems"))
+    sizes = {name: parameter_count(config, name) for name in jobs.model_names(config)}
+    yield Row("model", count("model"), bytes=_sum(_times(size, WEIGHT_BYTES) for size in sizes.values()))
+
+    tried = _times(problem_count(config, solvability.problems), solvability.samples)
+    tokens = _times(tried, solvability.sampling.max_tokens)
+    yield Row("solvability", count("solvability"), tried, tokens, _times(tokens, COMPLETION_BYTES))
+
+    sampled = _times(
+        _sum(problem_count(config, name) for name in mismatch.problems),
+        mismatch.samples * len(mismatch.models) * len(mismatch.engines) * len(mismatch.precisions),
+    )
+    tokens = _times(sampled, mismatch.sampling.max_tokens)
+    yield Row("rollouts", count("rollouts"), sampled, tokens, _times(tokens, COMPLETION_BYTES))
+    yield Row("scores", count("scores"), sampled, tokens, _times(tokens, SCORE_BYTES))
+    yield Row("mismatch", count("mismatch"))
+    yield Row("fidelity", count("fidelity"))
+    if training := config.training:
+        batch = training.prompts_per_iteration * training.samples_per_prompt
+        responses = count("train") * training.iterations * batch
+        kept = WEIGHT_BYTES + training.keep_checkpoints * CHECKPOINT_BYTES
+        disk = _times(sizes[solvability.model], count("train") * kept)
+        yield Row("train", count("train"), responses, responses * training.sampling.max_tokens, disk)
+    if evaluation := config.evaluation:
+        per_set = {name: problem_count(config, name) for name in evaluation.benchmarks}
+        responses_ = _sum(_times(per_set[job["problems"]], evaluation.samples) for job in jobs.jobs(config, "evaluate"))
+        yield Row("evaluate", count("evaluate"), responses_, _times(responses_, evaluation.sampling.max_tokens))
+    yield Row("report", count("report"))
+
+
+def problem_count(config: Config, name: str) -> int | None:
+    """How many problems a set has, at most; None where it has to be fetched first."""
+    source = config.problems[name]
+    known = _rows(Paths(Path(config.output)).of("problems", problems=name))
+    if known is not None:
+        return known
+    found = _source_rows(source)
+    return found if found is None or source.sample is None else min(found, source.sample)
+
+
+def _source_rows(source: ProblemSource) -> int | None:
+    if source.source == "generator":
+        from halfmatch.problems import load as load_problems
+
+        return load_problems(source).num_rows
+    if source.source == "file" and source.path and source.path.endswith(".parquet"):
+        return _rows(Path(source.path))
+    return source.sample
+
+
+def _rows(path: Path) -> int | None:
+    import pyarrow.parquet as pq
+
+    return pq.read_metadata(path).num_rows if path.is_file() else None
+
+
+def parameter_count(config: Config, name: str) -> int | None:
+    """Parameters of a model; from the folder if it is there, else from its shape or its name."""
+    folder = Paths(Path(config.output)).of("model", model=name)
+    weights = list(folder.glob("*.safetensors"))
+    if weights:
+        return sum(file.stat().st_size for file in weights) // WEIGHT_BYTES
+    return _parameters_of(config.models[name])
+
+
+def _parameters_of(source: ModelSource) -> int | None:
+    if source.bootstrap:
+        return _bootstrap_parameters(source.bootstrap)
+    named = re.search(r"(\d+(?:\.\d+)?)([MB])\b", source.id or source.path or source.package or "", re.IGNORECASE)
+    return round(float(named[1]) * {"M": 1e6, "B": 1e9}[named[2].upper()]) if named else None
+
+
+def _bootstrap_parameters(shape: Bootstrap) -> int:
+    """Matrices of a Qwen2 decoder; embeddings, norms and biases of the tiny vocabulary are left out."""
+    key_value = shape.hidden_size * shape.kv_heads // shape.heads
+    attention = shape.hidden_size * (2 * shape.hidden_size + 2 * key_value)
+    return shape.layers * (attention + 3 * shape.hidden_size * shape.intermediate_size)
+
+
+# --------------------------------------------------------------------------------------------------------- comparison
+def _comparison(config: Config, paper: Path) -> Iterator[str]:
+    if not paper.is_file():
+        yield f"({paper} is not here, so there is no comparison with the paper; name it with --paper)"
+        return
+    yield f"Differences from {paper} (where its values come from: see there)"
+    yield from (f"  {line}" for line in differences(config, load([paper]), preset_sources(paper)))
+
+
+def differences(config: Config, paper: Config, sources: Mapping[str, str]) -> Iterator[str]:
+    """A line a setting that is not the paper's, with the source of the paper's value."""
+    ours, theirs = _leaves(config.model_dump(mode="json")), _leaves(paper.model_dump(mode="json"))
+    for key in sorted(ours.keys() | theirs.keys()):
+        if key.startswith(_NOT_SETTINGS) or ours.get(key) == theirs.get(key):
+            continue
+        source = f" [{sources[key]}]" if key in sources else ""
+        yield f"{key}: {_told(ours, key)}; paper {_told(theirs, key)}{source}"
+
+
+def preset_sources(path: Path) -> dict[str, str]:
+    """What the comment behind each value of a YAML file says, by the value's key."""
+    text = path.read_text(encoding="utf-8")
+    lines = text.splitlines()
+
+    def walk(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, str]]:
+        if not isinstance(node, yaml.MappingNode):
+            return
+        for key_node, value in node.value:
+            key = f"{prefix}{key_node.value}"
+            comment = re.search(r"\s#\s*(.+)$", lines[key_node.start_mark.line])
+            if comment:
+                yield key, comment[1].strip()
+            yield from walk(value, f"{key}.")
+
+    return dict(walk(yaml.compose(text, yaml.SafeLoader), ""))
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    leaves: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            leaves |= _leaves(value, f"{prefix}{key}.")
+        else:
+            leaves[f"{prefix}{key}"] = value
+    return leaves
+
+
+def _told(leaves: Mapping[str, Any], key: str) -> str:
+    if key not in leaves:
+        return "none"
+    value = leaves[key]
+    return f"[{', '.join(str(item) for item in value)}]" if isinstance(value, list) else str(value)
+
+
+# ------------------------------------------------------------------------------------------------------------ numbers
+def _times(number: int | None, factor: int) -> int | None:
+    return None if number is None else number * factor
+
+
+def _sum(numbers: Iterator[int | None]) -> int | None:
+    known = list(numbers)
+    return None if None in known else sum(number for number in known if number is not None)
+
+
+def _total(rows: list[Row]) -> Row:
+    sampling = [row for row in rows if row.step != "scores"]  # which reads the rollouts' tokens again
+    return Row(
+        "total",
+        sum(row.jobs for row in rows),
+        _sum(row.responses for row in sampling),
+        _sum(row.tokens for row in sampling),
+        _sum(row.bytes for row in rows),
+    )
+
+
+def _line(row: Row) -> str:
+    responses, tokens = (_number(number) for number in (row.responses, row.tokens))
+    return f"{row.step:<12}{row.jobs:>8}{responses:>14}{tokens:>18}{_size(row.bytes):>16}"
+
+
+def _number(value: int | None) -> str:
+    return "?" if value is None else f"{value:,}" if value else ""
+
+
+def _size(value: int | None) -> str:
+    if value is None:
+        return "?"
+    for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6)):
+        if value >= size:
+            return f"{value / size:.1f} {unit}"
+    return f"{value / 1000:.0f} kB" if value else ""
