@@ -126,7 +126,8 @@ def bootstrap(
 def _quantiles(draws: FloatArray, levels: tuple[float, float]) -> tuple[FloatArray, FloatArray]:
     """Quantiles over the first axis without the NaNs; NaN where nothing else is there."""
     defined = ~np.isnan(draws).all(axis=0)
-    low, high = np.nanquantile(np.where(defined, draws, 0.0), levels, axis=0)
+    with np.errstate(invalid="ignore"):  # between two infinities the quantile is NaN
+        low, high = np.nanquantile(np.where(defined, draws, 0.0), levels, axis=0)
     return np.where(defined, low, np.nan), np.where(defined, high, np.nan)
 
 
