@@ -70,7 +70,7 @@ class ProblemSource(Section):
 
 # ------------------------------------------------------------------------------------------------------------- models
 class Bootstrap(Section):
-    """A tiny Qwen2 that is trained here on demonstrations, so that the whole pipeline needs no download.
+    """A tiny Qwen3 that is trained here on demonstrations, so that the whole pipeline needs no download.
 
     The demonstrations carry a wrong product with a probability of each problem's own, which spreads the solve rates.
     """
@@ -84,8 +84,8 @@ class Bootstrap(Section):
     )
     kv_heads: int = Field(1, ge=1, le=128, description="key-value heads")
     intermediate_size: int = Field(176, ge=16, le=65_536, description="width of the MLP")
-    steps: int = Field(1500, ge=0, le=1_000_000, description="optimizer steps on demonstrations")
-    batch_size: int = Field(64, ge=1, le=65_536, description="demonstrations a step")
+    steps: int = Field(900, ge=0, le=1_000_000, description="optimizer steps on demonstrations")
+    batch_size: int = Field(32, ge=1, le=65_536, description="demonstrations a step")
     learning_rate: float = Field(3e-3, gt=0, le=1, description="peak learning rate; cosine to a tenth of it")
     thinking_tokens: tuple[int, int] = Field(
         (56, 66), description="shortest and longest thinking part of a demonstration"
@@ -292,11 +292,16 @@ def _laptop_problems() -> dict[Name, ProblemSource]:
     return {split: ProblemSource(source="generator", split=split) for split in ("all", "train", "heldout")}
 
 
+def _continued(start: Name, gain: float, learning_rate: float) -> ModelSource:
+    bootstrap = Bootstrap(start=start, gain=gain, steps=250, learning_rate=learning_rate)
+    return ModelSource(source="bootstrap", bootstrap=bootstrap)
+
+
 def _laptop_models() -> dict[Name, ModelSource]:
     return {
         "gain16": ModelSource(source="bootstrap", bootstrap=Bootstrap()),
-        "gain48": ModelSource(source="bootstrap", bootstrap=Bootstrap(start="gain16", gain=48, steps=300)),
-        "gain120": ModelSource(source="bootstrap", bootstrap=Bootstrap(start="gain48", gain=120, steps=300)),
+        "gain48": _continued("gain16", gain=48, learning_rate=3e-4),
+        "gain120": _continued("gain48", gain=120, learning_rate=1e-4),
     }
 
 

@@ -1,0 +1,185 @@
+"""The tiny model of the laptop run: a Qwen3 trained here, in a minute or two, on demonstrations of products.
+
+A demonstration is a prompt "7x8", thinking tokens drawn at random, "=", two digits and the end: "7x8cafbde…=56<eos>".
+The digits are a wrong product with a probability of the problem's own, so the model that imitates them solves some
+problems often and others seldom. The model itself says how long it thinks and when it answers; nothing is forced.
+
+The architecture is the smallest that every engine here serves: grouped queries, tied embeddings, heads of 32. Qwen3 and
+not Qwen2, whose tokenizer class `transformers` imposes on the folder, whatever tokenizer lies in it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import GenerationConfig, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from halfmatch.config import Bootstrap
+from halfmatch.models.folder import save
+from halfmatch.models.tiny_tokenizer import EOS, EQUALS, PAD, THINKING, TIMES, TOKEN_IDS, VOCABULARY, make_tokenizer
+
+FACTORS = range(2, 10)
+PROMPT_TOKENS = 3
+ANSWER_TOKENS = 2
+LONGEST_SEQUENCE = 512  # positions that the configuration declares
+
+# The two digits are all there is to learn, and 1 token in 30: without more weight they take twice as many steps.
+ANSWER_WEIGHT = 5.0
+# Wide enough that the logits start at their final scale; at the usual 0.02 tied embeddings learn slowly.
+INITIALIZER_RANGE = 0.05
+ADAM_BETAS = (0.9, 0.95)
+CLIP_NORM = 1.0
+WARMUP_STEPS = 50
+FINAL_SHARE = 0.1  # of the learning rate, where the cosine ends
+
+_IGNORED = -100  # cross_entropy's label of a position without a target
+
+
+class Demonstrations:
+    """Draws demonstrations. `wrong_share` [problems]: how often each problem's demonstrations are wrong."""
+
+    def __init__(self, bootstrap: Bootstrap, seed: int):
+        pairs = [(left, right) for left in FACTORS for right in FACTORS]
+        products = sorted({left * right for left, right in pairs})
+        self.thinking_tokens = bootstrap.thinking_tokens
+        self.factors = torch.tensor(pairs)
+        self.correct = self.factors.prod(dim=1)
+        self.wrong = torch.tensor([[p for p in products if p != left * right] for left, right in pairs])
+        self.wrong_share = _spread(pairs, bootstrap.wrong_share, seed)
+
+    def draw(self, size: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        """`size` demonstrations: input ids [size, T], padded on the right, and their lengths, EOS included [size]."""
+
+        def uniform(low: int, high: int, *shape: int) -> torch.Tensor:
+            return torch.randint(low, high, shape, generator=generator)
+
+        shortest, longest = self.thinking_tokens
+        problem = uniform(0, len(self.factors), size)
+        is_wrong = torch.rand(size, generator=generator) < self.wrong_share[problem]
+        wrong = self.wrong[problem, uniform(0, self.wrong.shape[1], size)]
+        answer = torch.where(is_wrong, wrong, self.correct[problem])
+        equals = PROMPT_TOKENS + uniform(shortest, longest + 1, size)
+
+        zero, first_thinking = TOKEN_IDS["0"], TOKEN_IDS[THINKING[0]]
+        ids = uniform(first_thinking, first_thinking + len(THINKING), size, PROMPT_TOKENS + longest + ANSWER_TOKENS + 2)
+        ids[:, 0], ids[:, 1], ids[:, 2] = (
+            zero + self.factors[problem, 0],
+            TOKEN_IDS[TIMES],
+            zero + self.factors[problem, 1],
+        )
+        rows = torch.arange(size)
+        ids[rows, equals] = TOKEN_IDS[EQUALS]
+        ids[rows, equals + 1] = zero + answer // 10
+        ids[rows, equals + 2] = zero + answer % 10
+        ids[rows, equals + 3] = TOKEN_IDS[EOS]
+        lengths = equals + ANSWER_TOKENS + 2
+        ids[torch.arange(ids.shape[1]) >= lengths[:, None]] = TOKEN_IDS[PAD]
+        return ids, lengths
+
+
+def _spread(pairs: list[tuple[int, int]], limits: tuple[float, float], seed: int) -> torch.Tensor:
+    """Shares from the lower to the upper limit in equal steps, to the problems in the order of a hash of each."""
+    hashes = [hashlib.sha256(f"{seed} {left}x{right}".encode()).digest() for left, right in pairs]
+    order = sorted(range(len(pairs)), key=lambda problem: hashes[problem])
+    shares = torch.empty(len(pairs))
+    shares[torch.tensor(order)] = torch.linspace(*limits, len(pairs))
+    return shares
+
+
+def write_bootstrapped(
+    bootstrap: Bootstrap,
+    folder: Path,
+    *,
+    start: Path | None,
+    seed: int,
+    progress: Callable[[int, str], None] | None = None,
+) -> None:
+    """Train the tiny model and write it, with its tokenizer, to a folder. One thread, so that the bits repeat.
+
+    start: the folder of the model whose weights to continue from (`bootstrap.start`). progress: told of every step.
+    """
+    torch.set_num_threads(1)
+    model = _initial(bootstrap, seed) if start is None else _continued(bootstrap, start)
+    _train(model, bootstrap, seed, progress)
+    model.generation_config = GenerationConfig(eos_token_id=TOKEN_IDS[EOS], pad_token_id=TOKEN_IDS[PAD])
+    save(model, make_tokenizer(), folder)
+
+
+def _initial(bootstrap: Bootstrap, seed: int) -> PreTrainedModel:
+    config = Qwen3Config(
+        vocab_size=len(VOCABULARY),
+        hidden_size=bootstrap.hidden_size,
+        intermediate_size=bootstrap.intermediate_size,
+        num_hidden_layers=bootstrap.layers,
+        num_attention_heads=bootstrap.heads,
+        num_key_value_heads=bootstrap.kv_heads,
+        head_dim=bootstrap.hidden_size // bootstrap.heads,
+        max_position_embeddings=max(LONGEST_SEQUENCE, 2 * bootstrap.thinking_tokens[1]),
+        tie_word_embeddings=True,
+        initializer_range=INITIALIZER_RANGE,
+        bos_token_id=None,
+        eos_token_id=TOKEN_IDS[EOS],
+        pad_token_id=TOKEN_IDS[PAD],
+    )
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config).float()
+    torch.nn.init.constant_(model.model.norm.weight, bootstrap.gain)
+    return model
+
+
+def _continued(bootstrap: Bootstrap, start: Path) -> PreTrainedModel:
+    """The weights of `start` with the final norm's mean gain at `bootstrap.gain`.
+
+    A model that starts at a high gain does not learn; one that learnt at a low gain soon imitates as well at a higher.
+    """
+    model = Qwen3ForCausalLM.from_pretrained(start, dtype=torch.float32, local_files_only=True)
+    gain = model.model.norm.weight
+    with torch.no_grad():
+        gain.mul_(bootstrap.gain / gain.mean())
+    return model
+
+
+def _train(
+    model: PreTrainedModel, bootstrap: Bootstrap, seed: int, progress: Callable[[int, str], None] | None
+) -> None:
+    demonstrations = Demonstrations(bootstrap, seed)
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=bootstrap.learning_rate, betas=ADAM_BETAS, weight_decay=0.0, foreach=True
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, bootstrap.steps))
+    model.train()
+    for _ in range(bootstrap.steps):
+        loss = imitation_loss(model, *demonstrations.draw(bootstrap.batch_size, generator))
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+        optimizer.step()
+        schedule.step()
+        if progress:
+            progress(1, f"loss {loss.item():.3f}")
+    model.eval()
+
+
+def _rate(step: int, steps: int) -> float:
+    """The learning rate at a step as a share of its peak: linear warm-up, then a cosine to `FINAL_SHARE`."""
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, step / max(1, steps))))
+    return min(1.0, (step + 1) / WARMUP_STEPS) * (FINAL_SHARE + (1 - FINAL_SHARE) * cosine)
+
+
+def imitation_loss(model: torch.nn.Module, input_ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Weighted mean cross-entropy of the response tokens, in nats. input_ids [B, T], lengths [B]."""
+    position = torch.arange(1, input_ids.shape[1])  # of the predicted token
+    is_response = (position >= PROMPT_TOKENS) & (position < lengths[:, None])
+    is_answer = is_response & (position >= lengths[:, None] - ANSWER_TOKENS - 1) & (position < lengths[:, None] - 1)
+    targets = torch.where(is_response, input_ids[:, 1:], _IGNORED)
+    logits = model(input_ids[:, :-1], use_cache=False).logits
+    losses = cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=_IGNORED, reduction="none")
+    weights = is_response + (ANSWER_WEIGHT - 1) * is_answer
+    return (losses.view_as(weights) * weights).sum() / weights.sum()
