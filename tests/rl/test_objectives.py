@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from halfmatch.config_checks import OBJECTIVE_SETTINGS
 from halfmatch.errors import UserError
-from halfmatch.rl.objectives import OBJECTIVES, Totals, merge_statistics, named, override, policy_loss
+from halfmatch.rl.objectives import OBJECTIVES, Totals, merge_statistics, named, override, policy_loss, settings_of
 
 NAMES = tuple(OBJECTIVES)
 CORRECTED = tuple(name for name, objective in OBJECTIVES.items() if objective.correction)
@@ -493,6 +494,12 @@ def test_every_row_says_where_it_comes_from():
     assert all("arXiv" in objective.source or "Williams" in objective.source for objective in OBJECTIVES.values())
 
 
+def test_the_configuration_knows_the_table_and_its_settings():
+    assert list(OBJECTIVE_SETTINGS) == list(OBJECTIVES)
+    for name, objective in OBJECTIVES.items():
+        assert set(OBJECTIVE_SETTINGS[name]) == set(settings_of(objective))
+
+
 def test_settings_change_the_numbers_of_a_row():
     assert named("grpo-token-tis", {"bound": 3}).correction.bound == 3.0
     assert named("grpo", {"clip_high": 0.28}).surrogate.clip_high == 0.28
@@ -504,8 +511,8 @@ def test_settings_change_the_numbers_of_a_row():
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("grpo-token-tsi", {}, "did you mean 'grpo-token-tis'"),
-        ("pg-seq-tis", {"bond": 3}, r"objective_settings.pg-seq-tis: no setting 'bond'; did you mean 'bound'"),
+        ("grpo-token-tsi", {}, "did you mean grpo-token-tis"),
+        ("pg-seq-tis", {"bond": 3}, r"objective_settings.pg-seq-tis: no setting 'bond'; did you mean bound"),
         ("pg", {"bound": 3}, "no setting 'bound'"),
         ("pg", {"clip_low": 0.1}, "no setting 'clip_low'"),
         ("grpo", {"clip_low": True}, "clip_low must be a float, not True"),

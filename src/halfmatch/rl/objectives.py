@@ -17,15 +17,15 @@ denominator: the estimators average ρ·1{ρ ≤ C} over all samples.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from halfmatch.config_checks import nearest
 from halfmatch.errors import UserError
 
 # What one ratio belongs to: a token; a response, by the product of its tokens' ratios; or a response, by their
@@ -270,27 +270,33 @@ def merge_statistics(objective: Objective, parts: Sequence[Mapping[str, float]])
 def named(name: str, settings: Mapping[str, float | bool | str] | None = None) -> Objective:
     """A row of the table, with changes to its settings; UserError where there is no such row or setting."""
     if name not in OBJECTIVES:
-        raise UserError(f"objective {name!r} is not in the table{_nearest(name, OBJECTIVES)}")
+        raise UserError(f"there is no objective {name!r}; {nearest(name, OBJECTIVES)}")
     try:
         return override(OBJECTIVES[name], settings or {})
     except UserError as error:
         raise UserError(f"objective_settings.{name}: {error}") from None
 
 
-def override(objective: Objective, settings: Mapping[str, float | bool | str]) -> Objective:
-    """An objective with other numbers: of clip_low, clip_high, bound, denominator and scale_by_std, those it has.
+def settings_of(objective: Objective) -> dict[str, str]:
+    """What can be set of an objective, each with the part that holds it ("" for the objective itself).
 
     What makes an objective the algorithm that its name says (surrogate, level, policies, truncate or mask) is another
     row and no setting.
     """
-    owners = {"denominator": "", "scale_by_std": ""}  # setting -> the part of the objective that holds it
+    settings = {"denominator": "", "scale_by_std": ""}
     if isinstance(objective.surrogate, ClippedRatio):
-        owners |= {"clip_low": "surrogate", "clip_high": "surrogate"}
+        settings |= {"clip_low": "surrogate", "clip_high": "surrogate"}
     if objective.correction is not None:
-        owners |= {"bound": "correction"}
+        settings |= {"bound": "correction"}
+    return settings
+
+
+def override(objective: Objective, settings: Mapping[str, float | bool | str]) -> Objective:
+    """An objective with other values of some of `settings_of` it; UserError for what is none."""
+    owners = settings_of(objective)
     for name, value in settings.items():
         if name not in owners:
-            raise UserError(f"no setting {name!r}{_nearest(name, owners)}")
+            raise UserError(f"no setting {name!r}; {nearest(name, owners)}")
         owner: Any = getattr(objective, owners[name]) if owners[name] else objective
         kind = type(getattr(owner, name))
         if isinstance(value, bool) != (kind is bool) or not isinstance(value, (int, float) if kind is float else kind):
@@ -302,9 +308,3 @@ def override(objective: Objective, settings: Mapping[str, float | bool | str]) -
         part: dict[str, Any] = {owners[name]: changed}
         objective = dataclasses.replace(objective, **part) if owners[name] else changed
     return objective
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    """How to go on from a name that is not known."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
