@@ -1,0 +1,54 @@
+"""A grading process: checks itself, then answers one task after another until its parent is gone.
+
+Started by `process.GradingProcess` as `python -m halfmatch.grading.worker DESCRIPTOR`, a connection's file descriptor.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
+from halfmatch.errors import UserError
+
+MEMORY_LIMIT_BYTES = 4 << 30
+
+
+def serve(connection: Connection) -> None:
+    """Send None, or why this process cannot grade; then receive (task, arguments, seconds) and send the result.
+
+    A task that takes more than its seconds of processor time ends the process, from the kernel: no Python code runs
+    while a C function hangs, and no alarm would reach it.
+    """
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # an ignored signal is inherited
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    try:
+        from halfmatch.grading import equivalence
+
+        equivalence.self_check()
+    except UserError as error:
+        connection.send(str(error))
+        return
+    except Exception as error:
+        connection.send(f"the grader does not start: {type(error).__name__}: {error}")
+        return
+    connection.send(None)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # the LaTeX parser reports every syntax error there
+    tasks: dict[str, Callable[..., str | bool]] = {"judge": equivalence.judge, "parses": equivalence.parses}
+    while True:
+        try:
+            task, arguments, seconds = connection.recv()
+        except EOFError:
+            return
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        result = tasks[task](*arguments)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        connection.send(result)
+
+
+if __name__ == "__main__":
+    serve(Connection(int(sys.argv[1])))
