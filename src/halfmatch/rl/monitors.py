@@ -1,0 +1,113 @@
+"""What to make of a training log while it grows: collapse is recorded, a run that cannot go on ends.
+
+Everything here is a function of the rows so far, so a resumed run is judged as an uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from halfmatch.errors import UserError
+
+Row = Mapping[str, Any]
+
+# Optimizer steps that the share of skipped ones is taken over.
+SKIP_WINDOW = 50
+# Optimizer steps in which the weights have to move. A loss scale of 65,536 takes 16 of them to back off to 1.
+FIRST_STEPS = 20
+# Iterations that a reward is averaged over before it is compared with the best such mean.
+REWARD_WINDOW = 10
+# A mean reward below this share of the best one is a collapse.
+COLLAPSE_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When a run ends: the share of skipped steps, a collapse or not; and the loss scale that cannot fall further."""
+
+    max_skip_share: float
+    stop_at_collapse: bool
+    min_scale: float | None
+
+
+@dataclass(frozen=True)
+class Event:
+    """What the newest row of a log shows, for its column `event`."""
+
+    message: str
+    stop: bool
+
+
+def check(rows: Sequence[Row], limits: Limits) -> Event | None:
+    """Judge the newest row. Every kind of collapse is reported once, where it shows first.
+
+    A run whose weights did not move in its first steps has learned nothing: its settings are wrong (UserError). A run
+    that breaks later is a result: the log says so, and the run ends where too many steps are skipped, or at a collapse
+    if the settings ask for it.
+    """
+    _require_movement(rows)
+    window = rows[-SKIP_WINDOW:]
+    if len(window) == SKIP_WINDOW and skip_share(window) > limits.max_skip_share:
+        return Event(
+            f"stopped: {skip_share(window):.0%} of the last {SKIP_WINDOW} steps were skipped{_culprit(window)}",
+            stop=True,
+        )
+    for kind, symptom in (
+        ("loss", _loss(rows[-1])),
+        ("gradient", _gradient(rows[-1], limits.min_scale)),
+        ("reward", _reward(rows)),
+    ):
+        prefix = f"collapse of the {kind}: "
+        if symptom and not any((row["event"] or "").startswith(prefix) for row in rows[:-1]):
+            return Event(prefix + symptom, stop=limits.stop_at_collapse)
+    return None
+
+
+def skip_share(rows: Sequence[Row]) -> float:
+    """Skipped of all steps."""
+    return sum(row["step_skipped"] for row in rows) / len(rows)
+
+
+def _require_movement(rows: Sequence[Row]) -> None:
+    newest = rows[-1]
+    if len(rows) != FIRST_STEPS or newest["learning_rate"] == 0 or newest["weight_change"] != 0:
+        return
+    skipped, flat = sum(row["step_skipped"] for row in rows), sum(row["gradient_norm"] == 0 for row in rows)
+    raise UserError(
+        f"step {newest['step']}: the weights have not changed yet. {skipped} of {len(rows)} steps were skipped for "
+        f"gradients that are not finite{_culprit(rows)}, {flat} had a gradient of 0, as where all responses to a "
+        f"problem get the same reward (the mean is {newest['reward']:g})"
+    )
+
+
+def _culprit(rows: Sequence[Row]) -> str:
+    """The first tensor that was not finite, of those found in the rows."""
+    found = next((row for row in rows if row["first_non_finite"]), None)
+    return f" (first at step {found['step']}: {found['first_non_finite']})" if found else ""
+
+
+def _loss(newest: Row) -> str | None:
+    return None if math.isfinite(newest["loss"]) else f"it is {newest['loss']}{_culprit([newest])}"
+
+
+def _gradient(newest: Row, min_scale: float | None) -> str | None:
+    """An overflow that no loss scale explains: there is none, or it is as low as it may be."""
+    scale = newest["loss_scale"]
+    if not newest["step_skipped"] or (scale is not None and min_scale is not None and scale > min_scale):
+        return None
+    at = "" if scale is None else f" at the lowest loss scale, {scale:g}"
+    return f"it is not finite{at}{_culprit([newest])}"
+
+
+def _reward(rows: Sequence[Row]) -> str | None:
+    by_iteration = {row["iteration"]: row["reward"] for row in rows}
+    rewards = [reward for reward in by_iteration.values() if math.isfinite(reward)]
+    means = [
+        sum(rewards[start : start + REWARD_WINDOW]) / REWARD_WINDOW for start in range(len(rewards) - REWARD_WINDOW + 1)
+    ]
+    if not means or means[-1] >= COLLAPSE_SHARE * max(means):
+        return None
+    return f"it fell to {means[-1]:.3f} from {max(means):.3f} (means of {REWARD_WINDOW} iterations)"

@@ -1,0 +1,373 @@
+"""One training run: sample, grade, score, a few gradient steps, sync; again. See `Trainer.iteration` for the loop.
+
+Master weights and the optimizer's state are float32, the model computes in the precision's compute dtype, the engine
+samples in its rollout dtype. θ' are the weights that an iteration's rollouts were sampled with, θ the current ones.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from halfmatch.config import Training
+from halfmatch.engines import Engine, NonFiniteError
+from halfmatch.errors import UserError
+from halfmatch.mismatch.metrics import sequence_metrics, token_metrics
+from halfmatch.precision import Precision, torch_dtype
+from halfmatch.precision.casting import cast_model
+from halfmatch.precision.masters import MasterWeights
+from halfmatch.precision.monitors import audit_matmuls, first_non_finite, probe_overflow
+from halfmatch.precision.scaling import LossScaler
+from halfmatch.rl import monitors
+from halfmatch.rl.advantages import group_advantages
+from halfmatch.rl.batching import Batch, micro_batches
+from halfmatch.rl.checkpoints import Checkpoints
+from halfmatch.rl.objectives import Objective, Totals, merge_statistics, policy_loss
+from halfmatch.rl.rollouts import Problem, ProblemSampler, Rollouts, collect, grade
+from halfmatch.rl.scoring import token_logprobs
+from halfmatch.rl.training_log import COLUMNS, LiveTable, complete
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from halfmatch.grading import Grader
+
+logger = logging.getLogger(__name__)
+
+# Prompts whose forward pass is looked at for overflow before anything is trained.
+PROBED_PROMPTS = 4
+PHASES = ("rollout", "grading", "scoring", "training", "sync")
+
+
+@dataclass(frozen=True)
+class Experience:
+    """What the gradient steps of one iteration work on: B sequences, R tokens of the longest response."""
+
+    batch: Batch
+    advantages: torch.Tensor  # [B] float32
+    logp_rollout: torch.Tensor  # log μ, [B, R] float32
+    logp_old: torch.Tensor | None  # log π(θ'), [B, R] float32, where the objective needs it
+
+
+# The rows of one gradient step, as the micro-batches that they are computed in.
+Plan = list[torch.Tensor]
+
+
+class Trainer:
+    """The state of a run and the parts that it works with."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        engine: Engine,
+        grader: Grader,
+        decode: Callable[[list[int]], str],
+        stop_token_ids: Collection[int],
+        problems: Sequence[Problem],
+        settings: Training,
+        precision: Precision,
+        objective: Objective,
+        seed: int,
+    ):
+        """`model`: float32, on its device; it is cast here, in place. `decode`: token ids to text, for the grader."""
+        if engine.dtype != precision.rollout:
+            raise UserError(f"the engine computes in {engine.dtype}, and the precision asks for {precision.rollout}")
+        self.model, self.engine, self.grader, self.decode = model, engine, grader, decode
+        self.settings, self.precision, self.objective, self.seed = settings, precision, objective, seed
+        self.stop_token_ids = frozenset(stop_token_ids)
+        self.sampler = ProblemSampler(problems, seed)
+
+        self.initial = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        cast_model(model, precision.compute, precision.fp32_modules, precision.emulate)
+        model.requires_grad_(True)
+        self.masters = MasterWeights(model, self.initial, torch_dtype(precision.reduce))
+        self.optimizer = torch.optim.AdamW(
+            self.masters.parameters.values(),
+            lr=settings.learning_rate,
+            betas=settings.adam_betas,
+            eps=settings.adam_eps,
+            weight_decay=settings.weight_decay,
+            fused=True,
+        )
+        self.scaler = LossScaler(precision.loss_scaling) if precision.loss_scaling else None
+        self.limits = monitors.Limits(
+            max_skip_share=settings.max_skip_share,
+            stop_at_collapse=settings.on_collapse == "stop",
+            min_scale=precision.loss_scaling.min_scale if precision.loss_scaling else None,
+        )
+        self.iterations = 0
+        self.rows: list[dict[str, Any]] = []
+        self.timings: list[dict[str, float]] = []
+        self.ended = False  # by a monitor, before the last iteration
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+
+    def run(self, checkpoints: Checkpoints, progress: Callable[[int, str], None]) -> list[dict[str, Any]]:
+        """Train to the end, from the latest checkpoint if there is one; returns the log.
+
+        The log and the seconds of each phase also grow in `log.csv` and `seconds.csv` beside the checkpoints.
+        `progress` is told how many more iterations are done and what they brought.
+        """
+        self.check()
+        resumed = checkpoints.load(self.settings.iterations)
+        if resumed:
+            self.restore(*resumed)
+            progress(self.iterations, "from the checkpoint")
+        self.engine.load_weights(self.masters.named())  # a new engine serves the model folder, not the checkpoint
+        with (
+            closing(LiveTable(checkpoints.folder / "log.csv", COLUMNS, self.rows)) as log,
+            closing(LiveTable(checkpoints.folder / "seconds.csv", ("iteration", *PHASES), self.timings)) as seconds,
+        ):
+            while not self.ended and self.iterations < self.settings.iterations:
+                self._advance(log, checkpoints)
+                self.timings.append({"iteration": self.iterations, **{phase: self._seconds[phase] for phase in PHASES}})
+                seconds.append(self.timings[-1])
+                self._seconds.clear()
+                self.iterations += 1
+                finished = self.ended or self.iterations == self.settings.iterations
+                if finished or self.iterations % self.settings.checkpoint_every == 0:
+                    checkpoints.save(self.iterations, self.state(), finished=finished)
+                progress(1, f"reward {self.rows[-1]['reward']:.3f}")
+        return self.rows
+
+    def _advance(self, log: LiveTable, checkpoints: Checkpoints) -> None:
+        """One iteration with its rows judged and logged; sets `ended` where the run cannot or should not go on."""
+        last_good = f"the last checkpoint is {checkpoints.latest() or 'not written yet'}"
+        try:
+            for row in self.iteration():
+                self.rows.append(row)
+                event = monitors.check(self.rows, self.limits)
+                if event:
+                    row["event"] = event.message
+                    self.ended = event.stop
+                    logger.warning("step %d: %s; %s", row["step"], event.message, last_good)
+                log.append(row)
+                if self.ended:
+                    return
+        except NonFiniteError as error:  # the engine cannot sample from such weights
+            if not self.rows:
+                raise
+            self.rows[-1]["event"] = f"stopped: {error}"
+            self.ended = True
+            logger.warning("step %d: %s; %s", self.rows[-1]["step"], error, last_good)
+        except UserError as error:
+            raise UserError(f"{error}; {last_good}") from None
+
+    def iteration(self) -> Iterator[dict[str, Any]]:
+        """One round: rollouts, and a few gradient steps on them. Yields the log row of each step."""
+        settings = self.settings
+        with self._timed("rollout"):
+            drawn = self.sampler.draw(settings.prompts_per_iteration)
+            problems, completions = collect(
+                drawn,
+                settings.samples_per_prompt,
+                engine=self.engine,
+                sampling=settings.sampling,
+                stop_token_ids=self.stop_token_ids,
+                seed=self.seed,
+            )
+        with self._timed("grading"):
+            rollouts = grade(
+                problems,
+                completions,
+                settings.samples_per_prompt,
+                grader=self.grader,
+                decode=self.decode,
+                stop_token_ids=self.stop_token_ids,
+            )
+        plans = self.plan(rollouts.batch)
+        with self._timed("scoring"):
+            experience = self.experience(rollouts, plans)
+
+        mismatch: dict[str, float] = {}
+        if experience.logp_old is not None:
+            mismatch = mismatch_columns(experience, experience.logp_old, torch.cat([torch.cat(plan) for plan in plans]))
+        for number, plan in enumerate(plans):
+            with self._timed("training"):
+                columns, logp = self.gradient_step(experience, plan)
+            if number == 0 and experience.logp_old is None:  # θ = θ' in the first step, and in no other
+                mismatch = mismatch_columns(experience, logp, torch.cat(plan))
+            yield complete(
+                {
+                    "iteration": self.iterations,
+                    "step": len(self.rows),
+                    "reward": rollouts.mean_reward,
+                    "response_tokens": rollouts.batch.response_mask.sum().item() / len(rollouts.verdicts),
+                    "truncated_responses": rollouts.share("truncated"),
+                    "timeout_responses": rollouts.share("timeout"),
+                    **(mismatch if number == 0 else {}),
+                    **columns,
+                }
+            )
+        with self._timed("sync"):
+            self.engine.load_weights(self.masters.named())
+
+    def plan(self, batch: Batch) -> list[Plan]:
+        """Split an iteration's rows into gradient steps, in their order, and each step's rows into micro-batches.
+
+        Both the π(θ') pass and the gradient steps follow it: with the same shapes, the same weights give the same bits,
+        so the ratio π(θ)/π(θ') of the first step is exactly 1.
+        """
+        steps = torch.arange(len(batch.input_ids)).chunk(self.settings.gradient_steps)
+        lengths = batch.lengths
+        return [
+            [rows[part] for part in micro_batches(lengths[rows].tolist(), self.settings.micro_batch_tokens)]
+            for rows in steps
+        ]
+
+    def experience(self, rollouts: Rollouts, plans: Sequence[Plan]) -> Experience:
+        """Rewards become advantages; the π(θ') pass runs where the objective needs it."""
+        device = next(self.model.parameters()).device
+        batch = rollouts.batch.to(device)
+        advantages = group_advantages(
+            rollouts.rewards, self.settings.samples_per_prompt, scale_by_std=self.objective.scale_by_std
+        )
+        logp_old = None
+        if self.objective.needs_old_logp:
+            logp_old = torch.zeros_like(rollouts.logp_rollout, device=device)
+            with torch.no_grad():
+                for rows in (rows for plan in plans for rows in plan):
+                    logp, _ = self._score(batch.select(rows))
+                    logp_old[rows, : logp.shape[1]] = logp
+        return Experience(batch, advantages.to(device), rollouts.logp_rollout.to(device), logp_old)
+
+    def gradient_step(self, experience: Experience, plan: Plan) -> tuple[dict[str, Any], torch.Tensor]:
+        """One optimizer step, left out where a gradient is not finite; returns its columns of the log and log π(θ) of
+        its rows before the step, [B, R]."""
+        step = len(self.rows)
+        rate = self.learning_rate(step)
+        scale = self.scaler.factor if self.scaler else None
+
+        columns, logp = self._accumulate(experience, plan)
+        if self.scaler:
+            self.scaler.unscale(self.masters.gradients)
+        norm = self.masters.clip_gradients(self.settings.clip_norm)
+        skipped = norm != norm
+        if not skipped:
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            self.optimizer.step()
+            self.masters.round_into_model()
+        self.masters.clear_gradients()
+        culprit = self._find_non_finite(experience, plan) if skipped else None
+        if self.scaler:
+            self.scaler.update(overflow=skipped)
+
+        columns |= {
+            "gradient_norm": norm,
+            "learning_rate": rate,
+            "loss_scale": scale,
+            "step_skipped": skipped,
+            "skip_share": (sum(row["step_skipped"] for row in self.rows) + skipped) / (step + 1),
+            "weight_change": self._weight_change(step),
+            "first_non_finite": culprit,
+        }
+        return columns, logp
+
+    def learning_rate(self, step: int) -> float:
+        """Linear warm-up to the constant rate, skipped steps counted: step 0 has 1/warmup_steps of it."""
+        return self.settings.learning_rate * min(1.0, (step + 1) / max(self.settings.warmup_steps, 1))
+
+    def _score(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        return token_logprobs(self.model, batch, self.settings.sampling.temperature)
+
+    def _accumulate(self, experience: Experience, plan: Plan) -> tuple[dict[str, Any], torch.Tensor]:
+        """Forward and backward over the micro-batches of a step. Each loss is its share of the step's, so the summed
+        gradients are the step's whatever the split."""
+        totals = Totals.of(experience.batch.response_mask[torch.cat(plan)])
+        loss, entropy, parts = 0.0, 0.0, []
+        logp = torch.zeros_like(experience.logp_rollout)
+        for rows in plan:
+            micro = experience.batch.select(rows)
+            width = micro.response_mask.shape[1]
+            micro_logp, micro_entropy = self._score(micro)
+            micro_loss, statistics = policy_loss(
+                self.objective,
+                logp=micro_logp,
+                logp_old=None if experience.logp_old is None else experience.logp_old[rows, :width],
+                logp_rollout=experience.logp_rollout[rows, :width],
+                advantages=experience.advantages[rows],
+                mask=micro.response_mask,
+                max_length=self.settings.sampling.max_tokens,
+                totals=totals,
+            )
+            (self.scaler.scale(micro_loss) if self.scaler else micro_loss).backward()
+            logp[rows, :width] = micro_logp.detach()
+            loss += micro_loss.item()
+            entropy += micro_entropy.sum().item()
+            parts.append(statistics)
+        columns = merge_statistics(self.objective, parts)
+        del columns["tokens"], columns["sequences"]
+        return {**columns, "loss": loss, "entropy": entropy / totals.tokens}, logp
+
+    def _find_non_finite(self, experience: Experience, plan: Plan) -> str | None:
+        """Run a step that was skipped once more, at the same loss scale, and watch it."""
+        with first_non_finite(self.model) as finding:
+            self._accumulate(experience, plan)
+        self.masters.clear_gradients()
+        return finding.name
+
+    def _weight_change(self, step: int) -> float | None:
+        """|θ − θ_0| / |θ_0| of the masters, in the first steps; then θ_0 is let go."""
+        if step >= monitors.FIRST_STEPS:
+            self.initial.clear()
+            return None
+        start = [self.initial[name] for name in self.masters.parameters]
+        now = [master.detach() for master in self.masters.parameters.values()]
+        change = torch.nn.utils.get_total_norm(torch._foreach_sub(now, start))
+        return (change / torch.nn.utils.get_total_norm(start)).item()
+
+    def check(self) -> None:
+        """Refuse a model that computes in another dtype than asked for, or whose activations leave its range."""
+        device = next(self.model.parameters()).device
+        prompts = [
+            torch.tensor(problem.prompt_ids, device=device) for problem in self.sampler.problems[:PROBED_PROMPTS]
+        ]
+        audit_matmuls(self.model, self.precision, prompts[0][None])
+        probe_overflow(self.model, prompts, self.precision.compute)
+
+    def state(self) -> dict[str, Any]:
+        """Everything that the next iteration depends on, but for process-wide random numbers."""
+        return {
+            "masters": dict(self.masters.named()),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict() if self.scaler else None,
+            "position": self.sampler.position,
+            "rows": self.rows,
+            "timings": self.timings,
+            "ended": self.ended,
+        }
+
+    def restore(self, iterations: int, state: Mapping[str, Any]) -> None:
+        """The inverse of `state`, after `iterations` iterations."""
+        self.masters.load(state["masters"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.scaler:
+            self.scaler.load_state_dict(state["scaler"])
+        self.sampler.position = state["position"]
+        self.rows, self.timings, self.ended = state["rows"], state["timings"], state["ended"]
+        self.iterations = iterations
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._seconds[phase] += time.perf_counter() - start
+
+
+def mismatch_columns(experience: Experience, logp: torch.Tensor, rows: torch.Tensor) -> dict[str, float]:
+    """How log π(θ') of some rows, [B, R], differs from log μ: the log's columns k1 to ess_share."""
+    arguments = logp[rows], experience.logp_rollout[rows], experience.batch.response_mask[rows]
+    tokens, sequences = token_metrics(*arguments), sequence_metrics(*arguments)
+    names = ("k1", "k2", "k3", "mean_abs_prob_diff", "max_prob_diff", "min_prob_diff")
+    return {
+        **{name: tokens[name] for name in names},
+        **{name: sequences[name] for name in ("kl_sequence", "sigma", "ess_share")},
+    }

@@ -1,0 +1,110 @@
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from halfmatch.errors import UserError
+from halfmatch.rl import monitors
+from halfmatch.rl.monitors import Limits, check
+
+LIMITS = Limits(max_skip_share=0.5, stop_at_collapse=False, min_scale=None)
+
+
+def row(step=0, **changes):
+    return {
+        "iteration": step,
+        "step": step,
+        "reward": 0.5,
+        "loss": 0.1,
+        "gradient_norm": 1.0,
+        "learning_rate": 1e-3,
+        "loss_scale": None,
+        "step_skipped": False,
+        "weight_change": 0.01,
+        "first_non_finite": None,
+        "event": None,
+        **changes,
+    }
+
+
+def skipped(step, **changes):
+    return row(
+        step, step_skipped=True, gradient_norm=math.nan, first_non_finite="gradient of lm_head.weight", **changes
+    )
+
+
+def replay(rows, limits=LIMITS):
+    """Events of a whole log, each row judged when it is the newest."""
+    log = []
+    for newest in rows:
+        log.append(newest)
+        event = check(log, limits)
+        if event:
+            newest["event"] = event.message
+        yield event
+
+
+def test_a_healthy_run_has_no_events():
+    assert set(replay([row(step) for step in range(120)])) == {None}
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=120))
+def test_a_run_stops_when_more_than_the_share_of_a_window_is_skipped(skips):
+    scaled = Limits(max_skip_share=0.5, stop_at_collapse=False, min_scale=1.0)
+    rows = [skipped(step, loss_scale=64.0) if skip else row(step, loss_scale=64.0) for step, skip in enumerate(skips)]
+    for step, event in enumerate(replay(rows, scaled)):
+        expected = step >= 49 and sum(skips[step - 49 : step + 1]) > 25
+        assert (event is not None) == expected
+        if event:
+            assert event.stop
+            assert event.message.startswith("stopped: ")
+            assert "gradient of lm_head.weight" in event.message
+
+
+def test_weights_that_did_not_change_are_an_error_that_says_why():
+    rows = [skipped(step, weight_change=0.0) for step in range(15)]
+    rows += [row(step, weight_change=0.0, gradient_norm=0.0) for step in range(15, 20)]
+    with pytest.raises(UserError, match=r"step 19: .*15 of 20 steps.*first at step 0: gradient of lm_head.*5 had a gr"):
+        list(replay(rows))
+
+
+@pytest.mark.parametrize("changes", [{"learning_rate": 0.0}, {"weight_change": 1e-9}])
+def test_weights_need_not_change_at_rate_zero_and_may_change_little(changes):
+    assert set(replay([row(step, **{"weight_change": 0.0, **changes}) for step in range(25)])) == {None}
+
+
+@pytest.mark.parametrize("stop", [False, True])
+def test_a_loss_that_is_not_finite_is_reported_once(stop):
+    rows = [row(0), row(1, loss=math.inf), row(2, loss=math.nan)]
+    first, second, third = replay(rows, Limits(0.5, stop_at_collapse=stop, min_scale=None))
+    assert first is third is None
+    assert second.message == "collapse of the loss: it is inf"
+    assert second.stop == stop
+
+
+@pytest.mark.parametrize(
+    ("scale", "floor", "reported"), [(None, None, True), (1.0, 1.0, True), (2.0, 1.0, False), (65536.0, 1.0, False)]
+)
+def test_an_overflow_is_a_collapse_only_where_no_loss_scale_can_help(scale, floor, reported):
+    rows = [row(0, loss_scale=scale), skipped(1, loss_scale=scale)]
+    _, event = replay(rows, Limits(0.5, stop_at_collapse=False, min_scale=floor))
+    assert (event is not None) == reported
+    if event:
+        assert event.message.startswith("collapse of the gradient: it is not finite")
+        assert "gradient of lm_head.weight" in event.message
+
+
+def test_a_reward_that_halves_is_a_collapse():
+    rewards = [0.8] * 12 + [0.1] * 12
+    events = list(replay([row(step, reward=reward) for step, reward in enumerate(rewards)]))
+    (at,) = [step for step, event in enumerate(events) if event]
+    assert at == 17  # 4 rewards of 0.8 and 6 of 0.1 in the window: 0.38, the first mean below 0.4
+    assert events[at].message == "collapse of the reward: it fell to 0.380 from 0.800 (means of 10 iterations)"
+
+
+def test_a_reward_counts_once_an_iteration_and_not_where_there_is_none():
+    rewards = [0.8] * 10 + [math.nan] * 10
+    rows = [row(4 * i + k, iteration=i, reward=reward) for i, reward in enumerate(rewards) for k in range(4)]
+    assert set(replay(rows)) == {None}
+    assert monitors.skip_share([row(0), skipped(1), row(2), row(3)]) == 0.25

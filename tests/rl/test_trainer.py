@@ -1,0 +1,457 @@
+import math
+from copy import deepcopy
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+import torch
+
+from halfmatch.config import EngineSettings, Sampling, Training
+from halfmatch.engines import Completion
+from halfmatch.errors import UserError
+from halfmatch.precision import Precision
+from halfmatch.rl.checkpoints import Checkpoints
+from halfmatch.rl.objectives import OBJECTIVES
+from halfmatch.rl.rollouts import Problem
+from halfmatch.rl.trainer import Trainer
+
+EOS = 1
+PROBLEMS = [Problem(f"p{index}", "7", (2 + index, 12, 3 + index)) for index in range(5)]
+SETTINGS = Training(
+    iterations=2,
+    prompts_per_iteration=2,
+    samples_per_prompt=4,
+    gradient_steps=2,
+    sampling=Sampling(max_tokens=9),
+    learning_rate=1e-2,
+    warmup_steps=2,
+    adam_eps=1e-4,
+    micro_batch_tokens=24,
+    checkpoint_every=1,
+)
+
+
+def settings(**changes):
+    return Training.model_validate({**SETTINGS.model_dump(), **changes})
+
+
+@dataclass
+class Verdict:
+    label: str
+
+
+class DigitGrader:
+    """Correct if the fourth last letter is an even digit; a rule without a meaning, but a fixed one."""
+
+    def grade_many(self, items):
+        return [
+            Verdict("truncated" if truncated else "correct" if text[-4:-3] in "02468abc" else "wrong")
+            for text, _, truncated in items
+        ]
+
+
+class CannedEngine:
+    """Responses that follow from the request's seed alone; log-probs near those of a uniform distribution."""
+
+    def __init__(self):
+        self.dtype, self.description = "fp32", {}
+        self.calls = []
+
+    def load_weights(self, weights):
+        self.calls.append(("load", {name: weight.clone() for name, weight in weights}))
+
+    def generate(self, requests, sampling, *, stop_token_ids, progress=None):
+        self.calls.append(("generate", list(requests)))
+        return [self.complete(request, sampling.max_tokens) for request in requests]
+
+    def complete(self, request, longest):
+        generator = torch.Generator().manual_seed(request.seed)
+        count = int(torch.randint(2, longest + 1, (1,), generator=generator))
+        ids = torch.randint(2, 20, (count,), generator=generator).tolist()
+        stopped = count < longest
+        if stopped:
+            ids[-1] = EOS
+        logprobs = (-3 - torch.rand(count, generator=generator)).tolist()
+        return Completion(ids, logprobs, "stop" if stopped else "length")
+
+    def close(self):
+        pass
+
+
+def letters(ids):
+    return "".join("<>0123456789x=abcdef"[token] for token in ids)
+
+
+@pytest.fixture
+def build(tiny_model_folder):
+    """Trainers on the tiny model, by default in fp32 on canned rollouts."""
+    from transformers import AutoModelForCausalLM
+
+    def make(objective="pg-seq-is", precision=None, engine=None, training=SETTINGS, seed=0):
+        precision = precision or Precision.named("fp32")
+        if engine is None:
+            engine = CannedEngine()
+            engine.dtype = precision.rollout
+        if engine == "transformers":
+            from halfmatch.engines import create
+
+            engine = create("transformers", tiny_model_folder, precision, EngineSettings(slots=8))
+        return Trainer(
+            AutoModelForCausalLM.from_pretrained(tiny_model_folder, dtype=torch.float32).eval(),
+            engine=engine,
+            grader=DigitGrader(),
+            decode=letters,
+            stop_token_ids=[EOS],
+            problems=PROBLEMS,
+            settings=training,
+            precision=precision,
+            objective=OBJECTIVES[objective],
+            seed=seed,
+        )
+
+    return make
+
+
+def weights_of(trainer):
+    return {name: weight.clone() for name, weight in trainer.masters.named()}
+
+
+def quiet(done, note):
+    pass
+
+
+# ------------------------------------------------------------------------------------- against a plain reference
+def plain_loss(name, logp, logp_old, logp_rollout, advantage, longest):
+    """Loss of one response from the definitions in the paper, with nothing shared with the package."""
+    match name:
+        case "pg":
+            return -(advantage * logp.sum()) / longest
+        case "pg-seq-is":
+            weight = torch.exp(logp.detach().sum() - logp_rollout.sum())
+            return -(weight * advantage * logp.sum()) / longest
+        case "grpo":
+            ratio = torch.exp(logp - logp_old)
+            return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).sum() / longest
+        case "gspo":
+            ratio = torch.exp((logp - logp_old).mean())
+            return -torch.minimum(ratio * advantage, ratio.clamp(1 - 3e-4, 1 + 4e-4) * advantage)
+
+
+def plain_training(model, engine, name, training, steps_drawn):
+    """The same iterations in float64: every response by itself, plain autograd over each step's whole batch."""
+    model = model.double()
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=0.0, betas=training.adam_betas, eps=training.adam_eps, weight_decay=training.weight_decay
+    )
+    step, norms = 0, []
+    for requests in steps_drawn:
+        responses = [engine.complete(request, training.sampling.max_tokens) for request in requests]
+        verdicts = DigitGrader().grade_many(
+            [(letters(r.token_ids), "7", r.finish_reason == "length") for r in responses]
+        )
+        rewards = torch.tensor([float(v.label == "correct") for v in verdicts], dtype=torch.float64).view(-1, 4)
+        advantages = rewards - rewards.mean(1, keepdim=True)
+        if name == "gspo":
+            advantages = advantages / (rewards.std(1, keepdim=True) + 1e-6)
+        advantages = advantages.flatten()
+
+        def log_prob(request, response):
+            ids = torch.tensor([[*request.prompt_ids, *response.token_ids]])
+            table = torch.log_softmax(model(input_ids=ids).logits[0].double(), dim=-1)
+            rows = table[len(request.prompt_ids) - 1 : -1]
+            return rows[torch.arange(len(response.token_ids)), torch.tensor(response.token_ids)]
+
+        with torch.no_grad():
+            old = [log_prob(*pair) for pair in zip(requests, responses, strict=True)]
+        size = len(requests) // training.gradient_steps
+        for start in range(0, len(requests), size):
+            rows = range(start, start + size)
+            loss = (
+                sum(
+                    plain_loss(
+                        name,
+                        log_prob(requests[row], responses[row]),
+                        old[row],
+                        torch.tensor(responses[row].logprobs, dtype=torch.float64),
+                        advantages[row],
+                        training.sampling.max_tokens,
+                    )
+                    for row in rows
+                )
+                / size
+            )
+            optimizer.zero_grad()
+            loss.backward()
+            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), training.clip_norm)))
+            step += 1
+            for group in optimizer.param_groups:
+                group["lr"] = training.learning_rate * min(1.0, step / training.warmup_steps)
+            optimizer.step()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}, norms
+
+
+@pytest.mark.parametrize("name", ["pg", "pg-seq-is", "grpo", "gspo"])
+def test_two_iterations_equal_plain_training_in_float64(build, tmp_path, name):
+    training = settings(weight_decay=0.1, clip_norm=0.05)
+    trainer = build(name, training=training)
+    reference = deepcopy(trainer.model)
+    reference.set_attn_implementation("eager")
+    start = weights_of(trainer)
+    rows = trainer.run(Checkpoints(tmp_path, digest="a", keep=1), quiet)
+
+    drawn = [requests for kind, requests in trainer.engine.calls if kind == "generate"]
+    expected, norms = plain_training(reference, CannedEngine(), name, training, drawn)
+    assert [row["gradient_norm"] for row in rows] == pytest.approx(norms, rel=1e-3)
+    for key, weight in weights_of(trainer).items():
+        moved = (expected[key] - start[key]).abs().max()
+        assert moved > 1e-3
+        torch.testing.assert_close(weight.double(), expected[key], atol=2e-3 * float(moved), rtol=0, msg=key)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_gradient_does_not_depend_on_the_split_into_micro_batches(build, name):
+    found = []
+    for budget in (1, 30, 10_000):
+        trainer = build(name, training=settings(micro_batch_tokens=budget, learning_rate=0.0))
+        gradients = []
+        trainer.optimizer.step = lambda trainer=trainer, into=gradients: into.append(
+            torch.cat([gradient.flatten() for gradient in trainer.masters.gradients])
+        )
+        rows = list(trainer.iteration())
+        found.append((gradients, [row["loss"] for row in rows], [row["entropy"] for row in rows]))
+    assert all(gradient.abs().max() > 0 for gradient in found[0][0])
+    for gradients, losses, entropies in found[1:]:
+        for gradient, first in zip(gradients, found[0][0], strict=True):
+            torch.testing.assert_close(gradient, first, atol=1e-4 * float(first.abs().max()), rtol=0)
+        assert losses == pytest.approx(found[0][1], rel=1e-5, abs=1e-5)
+        assert entropies == pytest.approx(found[0][2], rel=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------ ratios and passes
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_ratio_is_exactly_one_where_nothing_is_learned(build, precision):
+    trainer = build("grpo", Precision.named(precision, emulate="always"), "transformers", settings(learning_rate=0.0))
+    rows = list(trainer.iteration())
+    assert len(rows) == 2
+    for row in rows:
+        assert row["ratio_min"] == row["ratio_max"] == row["ratio_mean"] == 1.0
+        assert row["clip_low_share"] == row["clip_high_share"] == 0.0
+
+
+def test_ratio_moves_after_the_first_step(build):
+    first, second = build("grpo").iteration()
+    assert first["ratio_min"] == first["ratio_max"] == 1.0
+    assert second["ratio_min"] < 1.0 < second["ratio_max"]
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_the_old_policy_is_scored_only_where_it_is_needed(build, name):
+    trainer = build(name, training=settings(micro_batch_tokens=10_000))
+    passes = []
+    trainer.model.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
+    list(trainer.iteration())
+    needs = "pg" not in name
+    assert passes == ([False] * 2 if needs else []) + [True] * 2
+
+
+def test_mismatch_is_logged_where_the_rollouts_weights_are_the_trainers(build):
+    for name in ("grpo", "pg-seq-is"):
+        first, second = build(name, engine="transformers").iteration()
+        for column in ("k1", "k2", "k3", "mean_abs_prob_diff", "max_prob_diff", "min_prob_diff", "sigma", "ess_share"):
+            assert first[column] is not None
+            assert second[column] is None
+        assert 0 <= first["k3"] < 1e-6  # the same fp32 weights on both sides
+        assert first["ess_share"] == pytest.approx(1.0, abs=1e-3)
+
+
+def test_equal_weights_give_a_mean_weight_of_one_at_another_temperature(build):
+    training = settings(sampling=Sampling(max_tokens=9, temperature=0.6))
+    first, _ = build("pg-token-is", engine="transformers", training=training).iteration()
+    assert first["weight_raw_mean"] == pytest.approx(1.0, abs=1e-4)
+    assert first["weight_raw_max"] == pytest.approx(1.0, abs=1e-4)
+
+
+# -------------------------------------------------------------------------------------------- overflow and collapse
+def test_forced_overflow_skips_the_step_and_changes_nothing(build):
+    precision = Precision.named("fp16", emulate="always", loss_scaling={"initial_scale": 2.0**40, "max_scale": 2.0**40})
+    trainer = build("pg", precision)
+    trainer.scaler.factor = 1024.0
+    before_overflow, _ = trainer.iteration()
+    assert not before_overflow["step_skipped"]
+    trainer.rows.append(before_overflow)
+
+    trainer.scaler.factor = 2.0**40
+    weights = weights_of(trainer)
+    computed = deepcopy(trainer.model.state_dict())
+    moments = deepcopy(trainer.optimizer.state_dict()["state"])
+    row, *_ = trainer.iteration()
+    assert math.isnan(row["gradient_norm"])
+    assert row["step_skipped"] is True
+    assert row["skip_share"] == 0.5
+    assert row["loss_scale"] == 2.0**40
+    assert row["first_non_finite"].startswith("gradient of")
+    assert math.isfinite(row["loss"])
+    assert trainer.scaler.factor == 2.0**38  # two skipped steps
+    assert trainer.masters.gradients == []
+    for name, weight in trainer.masters.named():
+        assert torch.equal(weight, weights[name])
+    for name, weight in trainer.model.state_dict().items():
+        assert torch.equal(weight, computed[name])
+    after = trainer.optimizer.state_dict()["state"]
+    for index, state in moments.items():
+        for name, value in state.items():
+            assert torch.equal(after[index][name], value)
+            assert value.isfinite().all()
+
+
+def test_training_goes_on_after_the_scale_has_backed_off(build, tmp_path):
+    precision = Precision.named("fp16", emulate="always", loss_scaling={"initial_scale": 2.0**20})
+    trainer = build("pg-seq-is", precision, training=settings(iterations=8))
+    rows = trainer.run(Checkpoints(tmp_path, digest="a", keep=1), quiet)
+    skipped = [row["step_skipped"] for row in rows]
+    assert skipped[0]
+    assert not skipped[-1]
+    for row, following in pairwise(rows):
+        assert following["loss_scale"] == row["loss_scale"] * (0.5 if row["step_skipped"] else 1.0)
+
+
+class BrokenEngine(CannedEngine):
+    """From the third call on, log-probs so low that every importance weight overflows."""
+
+    def complete(self, request, longest):
+        whole = super().complete(request, longest)
+        generations = sum(kind == "generate" for kind, _ in self.calls)
+        if generations < 3:
+            return whole
+        return Completion(whole.token_ids, [-1e5] * len(whole.logprobs), whole.finish_reason)
+
+
+@pytest.mark.parametrize("on_collapse", ["warn", "stop"])
+def test_collapse_is_recorded_with_its_step_and_no_traceback(build, tmp_path, caplog, on_collapse):
+    trainer = build("pg-seq-is", engine=BrokenEngine(), training=settings(iterations=5, on_collapse=on_collapse))
+    rows = trainer.run(Checkpoints(tmp_path, digest="a", keep=1), quiet)
+    events = [row["event"] for row in rows]
+    assert events[:4] == [None] * 4
+    assert events[4].startswith("collapse of the loss: it is ")
+    later = [event for event in events[5:] if event]
+    if on_collapse == "warn":
+        assert len(rows) == 10
+        assert [event[:24] for event in later] == ["collapse of the gradient"]
+    else:
+        assert len(rows) == 5
+    assert f"step 4: {events[4]}" in caplog.text
+    assert "iteration-00000002.pt" in caplog.text
+    assert all(weight.isfinite().all() for _, weight in trainer.masters.named())
+
+
+def test_a_run_that_ended_early_stays_ended(build, tmp_path):
+    training = settings(iterations=5, on_collapse="stop")
+    rows = build("pg-seq-is", engine=BrokenEngine(), training=training).run(
+        Checkpoints(tmp_path, digest="a", keep=1), quiet
+    )
+    again = build("pg-seq-is", engine=BrokenEngine(), training=training)
+    assert len(rows) == 5
+    assert [row["event"] for row in again.run(Checkpoints(tmp_path, digest="a", keep=1), quiet)] == [
+        row["event"] for row in rows
+    ]
+    assert not any(kind == "generate" for kind, _ in again.engine.calls)
+
+
+def test_an_engine_that_computes_in_another_dtype_is_refused(build):
+    engine = CannedEngine()
+    engine.dtype = "bf16"
+    with pytest.raises(UserError, match=r"engine computes in bf16.*fp32"):
+        build(engine=engine)
+
+
+def test_weights_that_do_not_move_stop_the_run(build, tmp_path):
+    trainer = build(training=settings(iterations=20))
+    trainer.grader.grade_many = lambda items: [Verdict("wrong") for _ in items]
+    with pytest.raises(
+        UserError, match=r"step 19: the weights have not changed.*0 of 20 steps.*20 had a gradient of 0.*"
+    ):
+        trainer.run(Checkpoints(tmp_path, digest="a", keep=1), quiet)
+
+
+# ------------------------------------------------------------------------------------------------- sync and resume
+def test_the_engine_gets_the_trainers_weights_before_every_generation(build, tmp_path):
+    trainer = build()
+    start = weights_of(trainer)
+    trainer.run(Checkpoints(tmp_path, digest="a", keep=1), quiet)
+    kinds = [kind for kind, _ in trainer.engine.calls]
+    assert kinds == ["load", "generate", "load", "generate", "load"]
+    loaded = [weights for kind, weights in trainer.engine.calls if kind == "load"]
+    assert all(torch.equal(loaded[0][name], start[name]) for name in start)
+    assert all(torch.equal(loaded[2][name], weight) for name, weight in trainer.masters.named())
+    assert not all(torch.equal(loaded[0][name], loaded[1][name]) for name in start)
+
+
+class KilledError(Exception):
+    pass
+
+
+@pytest.mark.parametrize(("objective", "precision"), [("grpo", "fp16"), ("pg-seq-is", "bf16")])
+def test_resumed_equals_uninterrupted_bit_for_bit(build, tmp_path, objective, precision):
+    training = settings(iterations=5, checkpoint_every=2)
+
+    def make():
+        return build(objective, Precision.named(precision, emulate="always"), "transformers", training)
+
+    whole = make()
+    whole.run(Checkpoints(tmp_path / "whole", digest="a", keep=2), quiet)
+
+    killed = make()
+    gradient_step, steps = killed.gradient_step, []
+
+    def dying_step(*args):
+        steps.append(1)
+        if len(steps) == 8:  # in the middle of iteration 3, after the checkpoint of iteration 2
+            raise KilledError
+        return gradient_step(*args)
+
+    killed.gradient_step = dying_step
+    with pytest.raises(KilledError):
+        killed.run(Checkpoints(tmp_path / "parts", digest="a", keep=2), quiet)
+    assert len((tmp_path / "parts" / "log.csv").read_text().splitlines()) == 1 + 7
+
+    torch.manual_seed(99)
+    resumed = make()
+    resumed.run(Checkpoints(tmp_path / "parts", digest="a", keep=2), quiet)
+
+    assert len(whole.rows) == 10
+    assert repr(resumed.rows) == repr(whole.rows)
+    assert (tmp_path / "parts" / "log.csv").read_bytes() == (tmp_path / "whole" / "log.csv").read_bytes()
+    for name, weight in whole.masters.named():
+        assert torch.equal(weight, weights_of(resumed)[name]), name
+    assert whole.scaler is None or whole.scaler.state_dict() == resumed.scaler.state_dict()
+    ours, theirs = whole.optimizer.state_dict()["state"], resumed.optimizer.state_dict()["state"]
+    for index, state in ours.items():
+        for name, value in state.items():
+            assert torch.equal(value, theirs[index][name])
+
+
+def test_on_resume_the_engine_serves_the_checkpoint(build, tmp_path):
+    build(training=settings(iterations=1)).run(Checkpoints(tmp_path, digest="a", keep=1), quiet)
+    resumed = build(training=settings(iterations=2))
+    fresh = weights_of(resumed)
+    resumed.run(Checkpoints(tmp_path, digest="a", keep=1), quiet)
+    kind, loaded = resumed.engine.calls[0]
+    assert kind == "load"
+    stored = torch.load(tmp_path / "iteration-00000002.pt", weights_only=True)["state"]["rows"]
+    assert len(stored) == 4
+    assert not all(torch.equal(loaded[name], fresh[name]) for name in fresh)
+
+
+def test_the_same_run_twice_gives_the_same_rows(build, tmp_path):
+    first = build(engine="transformers").run(Checkpoints(tmp_path / "1", digest="a", keep=1), quiet)
+    second = build(engine="transformers").run(Checkpoints(tmp_path / "2", digest="a", keep=1), quiet)
+    other = build(engine="transformers", seed=1).run(Checkpoints(tmp_path / "3", digest="a", keep=1), quiet)
+    assert repr(first) == repr(second) != repr(other)
+
+
+def test_learning_rate_warms_up_linearly(build):
+    trainer = build(training=settings(warmup_steps=4))
+    assert [trainer.learning_rate(step) for step in range(6)] == pytest.approx(
+        [0.0025, 0.005, 0.0075, 0.01, 0.01, 0.01]
+    )
+    assert build(training=settings(warmup_steps=0)).learning_rate(0) == 0.01
