@@ -167,7 +167,7 @@ def preset_sources(path: Path) -> dict[str, str]:
             return
         for key_node, value in node.value:
             key = f"{prefix}{key_node.value}"
-            comment = re.search(r"\s#\s*(.+)$", lines[key_node.start_mark.line])
+            comment = re.search(r"^.*\s#\s*(.+)$", lines[key_node.start_mark.line])
             if comment:
                 yield key, comment[1].strip()
             yield from walk(value, f"{key}.")

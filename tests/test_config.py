@@ -1,0 +1,213 @@
+"""The configuration refuses what cannot mean anything, and says what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from halfmatch.config import Config
+from halfmatch.config_checks import OBJECTIVE_NAMES, OBJECTIVE_SETTINGS
+from halfmatch.config_files import validate
+from halfmatch.errors import UserError
+
+
+def complaints(values: dict[str, Any]) -> list[str]:
+    """The lines that a user sees for these values, without the file's name."""
+    with pytest.raises(UserError) as caught:
+        validate(values, "file.yaml")
+    first, *lines = str(caught.value).splitlines()
+    assert first.startswith("file.yaml: ")
+    return [line.strip() for line in lines]
+
+
+def bootstrapped(**settings: Any) -> dict[str, Any]:
+    return {"source": "bootstrap", "bootstrap": settings}
+
+
+def test_the_defaults_are_valid() -> None:
+    assert Config().output == "results/laptop"
+
+
+@pytest.mark.parametrize(
+    ("values", "path", "known"),
+    [
+        ({"traning": {}}, "traning", "training"),
+        ({"training": {"learning_rat": 1}}, "training.learning_rat", "learning_rate"),
+        ({"training": {"sampling": {"topp": 1}}}, "training.sampling.topp", "top_p"),
+        ({"models": {"m": bootstrapped(gian=3)}}, "models.m.bootstrap.gian", "gain"),
+        ({"models": {"m": {"source": "gguf", "pakage": "x"}}}, "models.m.pakage", "package"),
+        (
+            {"precisions": {"bf16": {"compute": "bf16", "rollout": "bf16", "emulat": "auto"}}},
+            "precisions.bf16.emulat",
+            "emulate",
+        ),
+        (
+            {"precisions": {"fp16": {"compute": "fp16", "rollout": "fp16", "loss_scaling": {"grwth_factor": 2}}}},
+            "precisions.fp16.loss_scaling.grwth_factor",
+            "growth_factor",
+        ),
+        ({"problems": {"p": {"source": "generator", "columns": {"answr": "a"}}}}, "problems.p.columns.answr", "answer"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_its_path_and_the_nearest_known_key(
+    values: dict[str, Any], path: str, known: str
+) -> None:
+    assert f"{path}: unknown key; did you mean {known}?" in complaints(values)
+
+
+def test_a_key_like_no_other_is_refused_with_all_known_keys() -> None:
+    (line,) = complaints({"report": {"zzz": 1}})
+    assert line == "report.zzz: unknown key; known: confidence, title"
+
+
+def test_everything_that_is_wrong_is_told_at_once_a_line_each() -> None:
+    lines = complaints(
+        {"training": {"iterations": 0, "seeds": [-1], "learning_rate": "fast"}, "engine": {"device": "tpu"}, "sead": 1}
+    )
+    assert sorted(line.split(":")[0] for line in lines) == [
+        "engine.device",
+        "sead",
+        "training.iterations",
+        "training.learning_rate",
+        "training.seeds.0",
+    ]
+    assert any("not 'tpu'" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        (
+            {"solvability": {"model": "gain12"}},
+            "solvability.model: there is no model 'gain12'; did you mean gain120?",
+        ),
+        (
+            {"solvability": {"problems": "trian"}},
+            "solvability.problems: there is no problem set 'trian'; did you mean train?",
+        ),
+        (
+            {"mismatch": {"precisions": ["bf16", "tf32"]}},
+            "mismatch.precisions: there is no precision 'tf32'; did you mean fp32?",
+        ),
+        (
+            {"mismatch": {"models": ["gain16", "gain16"]}},
+            "mismatch.models: 'gain16' stands there twice",
+        ),
+        (
+            {"training": {"objectives": ["grrpo"]}},
+            "training.objectives: there is no objective 'grrpo'; did you mean grpo?",
+        ),
+        (
+            {"training": {"objective_settings": {"grpo": {"clip_hihg": 0.28}}}},
+            "training.objective_settings.grpo.clip_hihg: unknown setting; did you mean clip_high?",
+        ),
+        ({"training": {"seeds": [3, 3]}}, "training.seeds: a seed stands twice in [3, 3]"),
+        (
+            {"evaluation": {"benchmarks": ["aime"]}},
+            "evaluation.benchmarks: there is no problem set 'aime'; known: all, heldout, train",
+        ),
+    ],
+)
+def test_every_name_must_exist(values: dict[str, Any], line: str) -> None:
+    assert complaints(values) == [line]
+
+
+def test_names_of_the_three_kinds_of_thing_carry_no_underscore_because_runs_are_named_by_them() -> None:
+    (line,) = complaints({"models": {"gain_16": bootstrapped()}})
+    assert line.startswith("models.gain_16: names are letters, digits, dots and hyphens")
+
+
+def with_models(**models: dict[str, Any]) -> dict[str, Any]:
+    first = next(iter(models))
+    return {"models": models, "solvability": {"model": first}, "mismatch": {"models": [first]}}
+
+
+def test_a_model_cannot_start_from_itself_or_round_a_circle() -> None:
+    lines = complaints(with_models(a=bootstrapped(start="b"), b=bootstrapped(start="c"), c=bootstrapped(start="a")))
+    assert lines[0] == "models.a.bootstrap.start: goes round in a circle (a → b → c → a)"
+    assert complaints(with_models(a=bootstrapped(start="a"))) == [
+        "models.a.bootstrap.start: goes round in a circle (a → a)"
+    ]
+
+
+def test_a_model_that_only_leads_into_a_circle_is_told_by_those_in_it() -> None:
+    lines = complaints(with_models(a=bootstrapped(start="b"), b=bootstrapped(start="b")))
+    assert lines == ["models.b.bootstrap.start: goes round in a circle (b → b)"]
+
+
+def test_a_model_starts_from_a_bootstrapped_one_of_its_own_architecture() -> None:
+    values = with_models(
+        wide=bootstrapped(start="narrow", hidden_size=128, heads=4),
+        narrow=bootstrapped(),
+        other=bootstrapped(start="fetched"),
+        fetched={"source": "folder", "path": "weights"},
+        lost=bootstrapped(start="narow"),
+    )
+    assert complaints(values) == [
+        "models.wide.bootstrap.start: 'narrow' has another architecture (hidden_size, heads); its weights do not fit",
+        "models.other.bootstrap.start: 'fetched' is not bootstrapped here (source: folder)",
+        "models.lost.bootstrap.start: there is no model 'narow'; did you mean narrow?",
+    ]
+
+
+def test_a_rollout_dtype_other_than_the_trainers_must_be_said_by_name() -> None:
+    mixed = {"compute": "bf16", "rollout": "fp16"}
+    others = {"mismatch": {"precisions": ["p"]}, "training": None, "solvability": {"precision": "p"}}
+    (line,) = complaints({"precisions": {"p": mixed}, **others})
+    assert "the trainer computes in bf16 and the engine in fp16" in line
+    assert line.endswith("call it bf16-fp16")
+    said = {"mismatch": {"precisions": ["bf16-fp16"]}, "training": None, "solvability": {"precision": "bf16-fp16"}}
+    assert validate({"precisions": {"bf16-fp16": mixed}, **said}, "").precisions["bf16-fp16"].rollout == "fp16"
+
+
+def test_a_precision_is_not_named_after_another_dtype() -> None:
+    values = {"precisions": {name: {"compute": "bf16", "rollout": "bf16"} for name in ("bf16", "fp16", "fp32")}}
+    assert complaints(values) == [
+        "precisions.fp16: computes in bf16; call it bf16",
+        "precisions.fp32: computes in bf16; call it bf16",
+    ]
+
+
+def test_no_dtype_is_guessed() -> None:
+    (line,) = complaints({"precisions": {"bf16": {"compute": "bf16", "rollout": "auto"}}})
+    assert line.startswith("precisions.bf16.rollout: ")
+    assert "not 'auto'" in line
+
+
+def test_training_and_evaluation_may_be_left_out() -> None:
+    config = validate({"training": None, "evaluation": None}, "")
+    assert config.training is None
+    assert config.evaluation is None
+
+
+def test_mappings_are_asked_for_where_a_section_belongs() -> None:
+    assert complaints({"mismatch": 3}) == ["mismatch: needs `key: value` lines, not 3"]
+
+
+@pytest.mark.parametrize(
+    "section", [{"mismatch": {"sampling": {"top_p": 0.9}}}, {"training": {"sampling": {"top_p": 0.9}}}]
+)
+def test_a_nucleus_is_refused_where_ratios_are_taken(section: dict[str, Any]) -> None:
+    (line,) = complaints(section)
+    assert "a nucleus biases the ratio" in line
+
+
+def test_the_names_known_without_torch_are_those_of_the_table_of_objectives() -> None:
+    from halfmatch.rl.objectives import OBJECTIVES, override
+
+    assert tuple(OBJECTIVES) == OBJECTIVE_NAMES
+    values: dict[str, float | bool | str] = {
+        "bound": 2.0,
+        "clip_low": 0.1,
+        "clip_high": 0.1,
+        "denominator": "max-length",
+        "scale_by_std": True,
+    }
+    for name, objective in OBJECTIVES.items():
+        for setting, value in values.items():
+            if setting in OBJECTIVE_SETTINGS[name]:
+                override(objective, {setting: value})
+            else:
+                with pytest.raises(UserError, match=setting):
+                    override(objective, {setting: value})

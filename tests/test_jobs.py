@@ -1,0 +1,56 @@
+"""Which jobs a configuration asks for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from halfmatch import jobs
+from halfmatch.config import Config
+from halfmatch.config_files import validate
+from halfmatch.paths import Run
+
+
+def config(**changes: Any) -> Config:
+    return validate(changes, "")
+
+
+def test_the_laptop_run() -> None:
+    counts = {step: len(jobs.jobs(Config(), step)) for step in ("model", "rollouts", "scores", "train", "evaluate")}
+    # 3 models; 3 models × 3 precisions; 2 × 2 × 2 runs; (8 runs + the untrained model in 2 precisions) × 2 benchmarks
+    assert counts == {"model": 3, "rollouts": 9, "scores": 9, "train": 8, "evaluate": 20}
+
+
+def test_runs_are_the_whole_matrix() -> None:
+    training = {"precisions": ["fp16"], "objectives": ["grpo", "pg"], "seeds": [3, 1]}
+    assert jobs.runs(config(training=training)) == [
+        Run("fp16", "grpo", 3),
+        Run("fp16", "grpo", 1),
+        Run("fp16", "pg", 3),
+        Run("fp16", "pg", 1),
+    ]
+
+
+def test_a_run_is_deployed_in_its_own_precision_or_in_all_that_are_listed() -> None:
+    own = jobs.jobs(config(), "evaluate")
+    assert all(job["rollout"] == job["run"].split("_")[0] for job in own if job["run"] != jobs.INITIAL)
+    listed = jobs.jobs(config(evaluation={"precisions": ["fp16", "fp32"]}), "evaluate")
+    assert {job["rollout"] for job in listed if job["run"] == "bf16_grpo_seed0"} == {"fp16", "fp32"}
+
+
+def test_without_training_the_untrained_model_is_evaluated_alone() -> None:
+    evaluated = jobs.jobs(config(training=None), "evaluate")
+    assert {(job["run"], job["rollout"]) for job in evaluated} == {(jobs.INITIAL, "fp16")}
+    assert jobs.jobs(config(training=None, evaluation=None), "evaluate") == []
+
+
+def test_models_come_after_those_they_start_from_and_unused_ones_not_at_all() -> None:
+    used = config(mismatch={"models": ["gain48"]}, solvability={"model": "gain48"})
+    assert jobs.model_names(used) == ["gain16", "gain48"]
+
+
+def test_shards_say_how_many_there_are() -> None:
+    assert jobs.shards(config(solvability={"shards": 3})) == ["0-of-3", "1-of-3", "2-of-3"]
+
+
+def test_gradient_fidelity_can_be_left_out() -> None:
+    assert jobs.jobs(config(mismatch={"gradient_fidelity": {"enabled": False}}), "fidelity") == []

@@ -1,0 +1,98 @@
+"""The plan: sizes worked out by hand, and differences from the paper with their sources."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from halfmatch.config import Config
+from halfmatch.config_files import load, validate
+from halfmatch.plan import differences, parameter_count, plan, preset_sources, problem_count, rows_of
+
+REPOSITORY = Path(__file__).parents[1]
+PAPER = REPOSITORY / "config/paper.yaml"
+
+
+@pytest.fixture(autouse=True)
+def nothing_has_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes come from artefacts where there are some, so there are none."""
+    monkeypatch.chdir(tmp_path)
+
+
+def config(**changes: Any) -> Config:
+    return validate(changes, "")
+
+
+def test_responses_and_tokens_of_a_small_run() -> None:
+    sampling = {"max_tokens": 10}
+    small = config(
+        solvability={"samples": 3, "problems": "all", "sampling": sampling},
+        mismatch={"models": ["gain16", "gain48"], "precisions": ["bf16"], "samples": 5, "sampling": sampling},
+        training={
+            "precisions": ["fp16"],
+            "objectives": ["grpo", "pg"],
+            "seeds": [0, 1, 2],
+            "iterations": 7,
+            "prompts_per_iteration": 4,
+            "samples_per_prompt": 2,
+            "sampling": sampling,
+        },
+        evaluation={"benchmarks": ["all"], "samples": 6, "k": [1], "sampling": sampling},
+    )
+    sizes = {row.step: (row.jobs, row.responses, row.tokens) for row in rows_of(small)}
+    # 64 products of 2..9: 64·3; 64 problems × 5 samples × 2 models; 6 runs × 7 iterations × 8; 7 × 64 × 6
+    assert sizes["solvability"] == (2, 192, 1920)
+    assert sizes["rollouts"] == (2, 640, 6400)
+    assert sizes["train"] == (6, 336, 3360)
+    assert sizes["evaluate"] == (7, 2688, 26880)
+
+
+def test_what_has_to_be_fetched_first_is_unknown_and_not_zero() -> None:
+    paper = load([PAPER])
+    assert problem_count(paper, "math") is None
+    rows = {row.step: row for row in rows_of(paper)}
+    assert rows["solvability"].responses is None
+    text = plan(paper, PAPER)
+    assert "?" in next(line for line in text.splitlines() if line.startswith("solvability"))
+
+
+def test_files_and_samples_are_counted(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"problem": ["a", "b", "c"], "answer": ["1", "2", "3"]}), tmp_path / "p.parquet")
+    source = {"source": "file", "path": "p.parquet"}
+    laptop = {name: {"source": "generator", "split": name} for name in ("all", "train", "heldout")}
+    counted = config(
+        problems={**laptop, "mine": source, "two": {**source, "sample": 2}, "ten": {**source, "sample": 10}}
+    )
+    assert [problem_count(counted, name) for name in ("mine", "two", "ten")] == [3, 2, 3]
+
+
+def test_the_size_of_a_model_follows_from_its_shape_or_name() -> None:
+    # 4 layers of 64·(2·64 + 2·32) + 3·64·176
+    assert parameter_count(Config(), "gain16") == 4 * (64 * (2 * 64 + 2 * 32) + 3 * 64 * 176)
+    assert parameter_count(load([PAPER]), "r1-distill-qwen-1.5b") == 1_500_000_000
+
+
+def test_differences_name_both_values_and_the_source_of_the_paper_s() -> None:
+    paper = load([PAPER])
+    sources = preset_sources(PAPER)
+    lines = list(differences(load([REPOSITORY / "config/released.yaml"]), paper, sources))
+    assert "training.objective_settings.grpo.clip_high: 0.2; paper 0.28 [T1; 0.2 in C]" in lines
+    assert "training.objective_settings.grpo-seq-mis.bound: 10.0; paper 3.0 [T1; 10 in C]" in lines
+    assert not any(line.startswith(("training.learning_rate", "output", "report")) for line in lines)
+    assert list(differences(paper, paper, sources)) == []
+
+
+def test_sources_are_the_comments_behind_the_values(tmp_path: Path) -> None:
+    file = tmp_path / "preset.yaml"
+    file.write_text(
+        "a:\n  # a description\n  b: 'x # y'  # T, C\n  c:\n    d: [1, 2]  # F\nnone: 3\n", encoding="utf-8"
+    )
+    assert preset_sources(file) == {"a.b": "T, C", "a.c.d": "F"}
+
+
+def test_without_the_preset_the_plan_says_so(tmp_path: Path) -> None:
+    assert f"({tmp_path / 'no.yaml'} is not here" in plan(load([PAPER]), tmp_path / "no.yaml")
