@@ -209,7 +209,6 @@ class Mismatch(Section):
     samples: int = Field(4, ge=1, le=10_000, description="responses a problem [paper: 32]")
     sampling: Sampling = Field(Sampling(), description="how the responses are sampled [paper: T 1, no top-p]")
     micro_batch_tokens: int = Field(2048, ge=1, le=100_000_000, description="tokens a scoring pass, padding included")
-    bootstrap_samples: int = Field(1000, ge=100, le=100_000, description="resamples of problems for the intervals")
     gradient_fidelity: GradientFidelity = Field(GradientFidelity(), description="gradients against fp32")
 
     @model_validator(mode="after")
@@ -286,6 +285,7 @@ class Evaluation(Section):
 class Report(Section):
     title: str = Field("halfmatch: the laptop run", description="heading of the page")
     confidence: float = Field(0.95, gt=0.5, lt=1, description="level of every interval")
+    bootstrap_samples: int = Field(1000, ge=100, le=100_000, description="resamples of problems for an interval")
 
 
 def _laptop_problems() -> dict[Name, ProblemSource]:

@@ -13,9 +13,12 @@ SECONDS_BETWEEN_LINES = 10.0
 
 
 class Progress:
-    """Counts what is done: `with Progress("train bf16", 60, "iterations") as progress: progress(1, "reward 0.41")`."""
+    """Counts what is done: `with Progress("train bf16", 60, "iterations") as progress: progress(1, "reward 0.41")`.
 
-    def __init__(self, what: str, total: int, unit: str = "steps"):
+    total is None where nobody knows how much there is.
+    """
+
+    def __init__(self, what: str, total: int | None, unit: str = "steps"):
         self.what, self.total, self.unit = what, total, unit
         self.done = 0
         self._bar = tqdm(total=total, desc=what, unit=f" {unit}", file=sys.stderr) if sys.stderr.isatty() else None
@@ -32,7 +35,8 @@ class Progress:
         if now - self._last_line >= SECONDS_BETWEEN_LINES or self.done == self.total:
             self._last_line = now
             elapsed = now - self._start
-            text = f"{self.what}: {self.done}/{self.total} {self.unit}, {elapsed:.0f} s"
+            of_all = "" if self.total is None else f"/{self.total}"
+            text = f"{self.what}: {self.done}{of_all} {self.unit}, {elapsed:.0f} s"
             print(f"{text}, {note}" if note else text, file=sys.stderr, flush=True)
 
     def __enter__(self) -> Self:

@@ -24,6 +24,7 @@ _MODEL_PACKAGES = ("torch", "transformers")
 _GRADING_PACKAGES = ("math-verify",)
 _PROMPT = ("prompt", "grading.rule", "grading.timeout_s")
 _ENGINE = ("engine.slots", "engine.device", "engine.tensor_parallel")
+_INTERVALS = ("report.confidence", "report.bootstrap_samples")
 _MEASURED = ("model", "problems", "engine", "rollout", "train")
 
 
@@ -69,7 +70,7 @@ STEPS: Mapping[str, Step] = {
         ("engine.device", "precisions.{train}", "mismatch.sampling.temperature", "mismatch.micro_batch_tokens"),
         _MODEL_PACKAGES,
     ),
-    "mismatch": Step(_MEASURED, ("seed", "mismatch.bootstrap_samples", "report.confidence")),
+    "mismatch": Step(_MEASURED, ("seed", *_INTERVALS)),
     "fidelity": Step(
         _MEASURED,
         (
@@ -79,6 +80,7 @@ STEPS: Mapping[str, Step] = {
             "mismatch.sampling",
             "mismatch.micro_batch_tokens",
             "mismatch.gradient_fidelity.objectives",
+            "report.confidence",
         ),
         _MODEL_PACKAGES,
     ),
@@ -118,7 +120,7 @@ STEPS: Mapping[str, Step] = {
             "evaluation.samples",
             "evaluation.k",
             "evaluation.sampling",
-            "report.confidence",
+            *_INTERVALS,
         ),
         (*_MODEL_PACKAGES, *_GRADING_PACKAGES),
     ),

@@ -17,7 +17,7 @@ def run(config: Config, *, model: str, problems: str, engine: str, rollout: str,
     scores = paths.of("scores", **names)
     analysis = offline.analyse(
         scores,
-        bootstrap_samples=config.mismatch.bootstrap_samples,
+        bootstrap_samples=config.report.bootstrap_samples,
         seed=config.seed,
         confidence=config.report.confidence,
     )

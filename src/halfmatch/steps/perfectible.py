@@ -7,7 +7,6 @@ from pathlib import Path
 
 from halfmatch import artifacts, jobs
 from halfmatch.config import Config
-from halfmatch.errors import UserError
 from halfmatch.paths import Paths
 from halfmatch.solvability import solve_rates
 from halfmatch.steps import provenance
@@ -34,12 +33,5 @@ def run(config: Config) -> None:
     )
     kept = sum(row["kept"] for row in rows)
     print(f"{kept} of {len(rows)} problems solved between {settings.low:.0%} and {settings.high:.0%}", file=sys.stderr)
-    if not kept and config.training:
-        rates = sorted(row["solve_rate"] for row in rows)
-        raise UserError(
-            f"no problem of {settings.problems!r} is solved between {settings.low:.0%} and {settings.high:.0%} of the "
-            f"tries (rates from {rates[0]:.0%} to {rates[-1]:.0%}), so there is nothing to train on; widen "
-            "solvability.low and .high, or choose other problems or another model"
-        )
     source = provenance(config, "perfectible", inputs={"problems": problems, **shards})
     artifacts.write(paths.of("perfectible"), "perfectible", rows, source)

@@ -1,0 +1,69 @@
+"""Score one set of weights on one benchmark, in one engine and rollout dtype."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from pathlib import Path
+
+from halfmatch import artifacts, evaluation, jobs
+from halfmatch.config import Config
+from halfmatch.errors import UserError
+from halfmatch.paths import Paths
+from halfmatch.sampling import Sampler
+from halfmatch.steps import provenance
+
+
+def run(config: Config, *, run: str, problems: str, engine: str, rollout: str) -> None:
+    settings = config.evaluation
+    if settings is None:
+        raise UserError("the configuration has no section evaluation, so there is nothing to evaluate")
+    paths = Paths(Path(config.output))
+    names = {"run": run, "problems": problems, "engine": engine, "rollout": rollout}
+    untrained = paths.of("model", model=config.solvability.model)
+    weights = untrained if run == jobs.INITIAL else paths.of("trained", run=run)
+    table = paths.of("problems", problems=problems)
+
+    with Sampler(config, weights, engine=engine, precision=rollout, sampling=settings.sampling) as sampler:
+        responses = sampler.responses(
+            artifacts.read(table, "problems"),
+            settings.samples,
+            purpose="evaluation",
+            label=f"evaluate {run} {problems} {engine}-{rollout}",
+        )
+        counts, tallies = [], []
+        for problem_id, group in itertools.groupby(responses, key=lambda response: response.problem_id):
+            answered = list(group)
+            tally = evaluation.tally(response.verdict for response in answered)
+            tallies.append(tally)
+            counts.append(
+                {
+                    "problem_id": problem_id,
+                    "samples": tally.samples,
+                    "correct": tally.correct,
+                    "wrong": tally.wrong,
+                    "truncated": tally.truncated,
+                    "timeout": tally.timeout,
+                    "unparseable": tally.unparseable,
+                    "mean_tokens": sum(len(response.completion.token_ids) for response in answered) / len(answered),
+                }
+            )
+        source = {
+            **provenance(config, "evaluate", inputs={"problems": table, "model": weights}, **names),
+            **sampler.provenance,
+        }
+    scores = evaluation.scores(
+        tallies,
+        settings.k,
+        bootstrap_samples=config.report.bootstrap_samples,
+        seed=config.seed,
+        confidence=config.report.confidence,
+    )
+    artifacts.write(paths.of("evaluation", **names), "evaluation", counts, source)
+    artifacts.write_json(paths.of("evaluation_metrics", **names), scores, source)
+    average = scores["metrics"]["avg"]
+    print(
+        f"{run} on {problems}: avg@{settings.samples} {average['value']:.3f} "
+        f"({average['low']:.3f} to {average['high']:.3f})",
+        file=sys.stderr,
+    )
