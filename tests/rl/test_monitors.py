@@ -16,6 +16,7 @@ def row(step=0, **changes):
         "iteration": step,
         "step": step,
         "reward": 0.5,
+        "k3": 1e-4,
         "loss": 0.1,
         "gradient_norm": 1.0,
         "learning_rate": 1e-3,
@@ -108,3 +109,17 @@ def test_a_reward_counts_once_an_iteration_and_not_where_there_is_none():
     rows = [row(4 * i + k, iteration=i, reward=reward) for i, reward in enumerate(rewards) for k in range(4)]
     assert set(replay(rows)) == {None}
     assert monitors.skip_share([row(0), skipped(1), row(2), row(3)]) == 0.25
+
+
+def test_a_mismatch_that_grows_twentyfold_is_reported():
+    k3 = [1e-4, None, 2e-4, 3e-4, 3.9e-3, 1e-4, 4.1e-3, 9e-3]
+    events = list(replay([row(step, k3=value) for step, value in enumerate(k3)]))
+    (at,) = [step for step, event in enumerate(events) if event]
+    assert at == 6  # the median of what was before is 2e-4
+    assert events[at].message.startswith(
+        "collapse of the match with the engine: k3 is 0.0041 nats a token where it was"
+    )
+
+
+def test_a_tiny_mismatch_may_grow():
+    assert set(replay([row(step, k3=value) for step, value in enumerate([1e-10, 1e-10, 9e-4])])) == {None}

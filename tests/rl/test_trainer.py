@@ -386,6 +386,16 @@ def test_the_engine_gets_the_trainers_weights_before_every_generation(build, tmp
     assert not all(torch.equal(loaded[0][name], loaded[1][name]) for name in start)
 
 
+def test_an_engine_that_keeps_its_old_weights_is_noticed(build, tmp_path, caplog):
+    training = settings(iterations=6, learning_rate=3e-2)
+    good = build("grpo", engine="transformers", training=training)
+    assert not any(row["event"] for row in good.run(Checkpoints(tmp_path / "good", digest="a", keep=1), quiet))
+    stale = build("grpo", engine="transformers", training=training)
+    stale.engine.load_weights = lambda weights: None
+    events = [row["event"] for row in stale.run(Checkpoints(tmp_path / "stale", digest="a", keep=1), quiet)]
+    assert [event for event in events if event and "the engine is stale" in event]
+
+
 class KilledError(Exception):
     pass
 

@@ -6,6 +6,7 @@ Everything here is a function of the rows so far, so a resumed run is judged as 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,10 @@ FIRST_STEPS = 20
 REWARD_WINDOW = 10
 # A mean reward below this share of the best one is a collapse.
 COLLAPSE_SHARE = 0.5
+# A mismatch (k3, nats a token) that is this many times its usual value and above the floor: the policy breaks, or the
+# engine serves other weights than it was given. The rollouts right after a sync, scored by both sides, are its probe.
+MISMATCH_GROWTH = 20.0
+MISMATCH_FLOOR = 1e-3
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,7 @@ def check(rows: Sequence[Row], limits: Limits) -> Event | None:
         ("loss", _loss(rows[-1])),
         ("gradient", _gradient(rows[-1], limits.min_scale)),
         ("reward", _reward(rows)),
+        ("match with the engine", _mismatch(rows)),
     ):
         prefix = f"collapse of the {kind}: "
         if symptom and not any((row["event"] or "").startswith(prefix) for row in rows[:-1]):
@@ -111,3 +117,16 @@ def _reward(rows: Sequence[Row]) -> str | None:
     if not means or means[-1] >= COLLAPSE_SHARE * max(means):
         return None
     return f"it fell to {means[-1]:.3f} from {max(means):.3f} (means of {REWARD_WINDOW} iterations)"
+
+
+def _mismatch(rows: Sequence[Row]) -> str | None:
+    newest = rows[-1]["k3"]
+    earlier = [row["k3"] for row in rows[:-1] if row["k3"] is not None and math.isfinite(row["k3"])]
+    if newest is None or not earlier:
+        return None
+    usual = statistics.median(earlier)
+    if newest <= max(MISMATCH_GROWTH * usual, MISMATCH_FLOOR):
+        return None
+    return (
+        f"k3 is {newest:.2g} nats a token where it was {usual:.2g} (median); the policy breaks, or the engine is stale"
+    )

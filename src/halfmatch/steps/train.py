@@ -1,0 +1,126 @@
+"""Train one run of the matrix {precision × objective × seed}."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from halfmatch import artifacts, engines, models, prompts
+from halfmatch.code_files import PACKAGE, code_files
+from halfmatch.config import Config
+from halfmatch.errors import UserError
+from halfmatch.grading import Grader
+from halfmatch.models.folder import save, staged
+from halfmatch.paths import Paths, Run
+from halfmatch.progress import Progress
+from halfmatch.rl import objectives
+from halfmatch.rl.checkpoints import Checkpoints
+from halfmatch.rl.rollouts import Problem
+from halfmatch.rl.trainer import Trainer
+from halfmatch.rl.training_log import write_curves
+from halfmatch.steps import digest, parameters, provenance
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+
+def run(config: Config, *, run: str) -> None:
+    """Train from the latest checkpoint, or from the start; write the log, its curves and the trained model."""
+    torch.set_num_threads(1)
+    settings, cell = config.training, Run.parse(run)
+    if settings is None:
+        raise UserError("the configuration has no section training, so there is no run to train")
+    precision = config.precisions[cell.precision]
+    paths = Paths(Path(config.output))
+    folder = paths.of("model", model=config.solvability.model)
+    perfectible = paths.of("perfectible")
+    tokenizer = models.load_tokenizer(folder)
+    problems, long = read_problems(config, perfectible, tokenizer)
+    source = provenance(config, "train", inputs={"perfectible": perfectible, "model": folder}, run=run)
+
+    with ExitStack() as stack:
+        grading = config.grading
+        grader = stack.enter_context(Grader(rule=grading.rule, timeout_s=grading.timeout_s, workers=grading.workers))
+        engine = engines.create(config.engine.name, folder, precision, config.engine)
+        stack.callback(engine.close)
+        trainer = Trainer(
+            models.load(folder, torch.float32).to(config.engine.device),
+            engine=engine,
+            grader=grader,
+            decode=partial(prompts.decode, tokenizer),
+            stop_token_ids=prompts.stop_token_ids(folder, tokenizer),
+            problems=problems,
+            settings=settings,
+            precision=precision,
+            objective=objectives.named(cell.objective, settings.objective_settings.get(cell.objective)),
+            seed=cell.seed,
+        )
+        checkpoints = Checkpoints(
+            paths.of("checkpoints", run=run), digest=course_digest(config, source, run), keep=settings.keep_checkpoints
+        )
+        with Progress(f"train {run}", settings.iterations, "iterations") as progress:
+            rows = trainer.run(checkpoints, progress)
+        source |= {"engine": dict(engine.description), "compute": precision.compute, "long_prompts": long}
+
+    artifacts.write(paths.of("training_log", run=run), "training_log", rows, source)
+    write_curves(paths.of("training_curves", run=run), rows)
+    save_trained(trainer, folder, paths.of("trained", run=run))
+
+
+def read_problems(config: Config, path: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Problem], list[str]]:
+    """The problems to train on, and the ids of those whose prompts are longer than the configuration allows."""
+    assert config.training is not None
+    table = artifacts.read(path, "perfectible").to_pylist()
+    kept = [row for row in table if row["kept"]]
+    if not kept:
+        band = config.solvability
+        below = sum(row["solve_rate"] < band.low for row in table)
+        above = sum(row["solve_rate"] > band.high for row in table)
+        raise UserError(
+            f"{path}: none of {len(table)} problems is solved between {band.low:.0%} and {band.high:.0%} of the time "
+            f"({below} less often, {above} more often), so there is nothing to train on. Widen solvability.low and "
+            f"solvability.high, or choose other problems or another model"
+        )
+    limit = config.training.max_prompt_tokens
+    problems, long = [], []
+    for row in kept:
+        prompt_ids = prompts.encode(tokenizer, config.prompt, row["problem"])
+        if len(prompt_ids) > limit:
+            long.append(row["problem_id"])
+        else:
+            problems.append(Problem(row["problem_id"], row["answer"], tuple(prompt_ids)))
+    if long:
+        logger.warning("%d problems have prompts of more than %d tokens and are left out: %s", len(long), limit, long)
+    if not problems:
+        raise UserError(
+            f"{path}: all {len(kept)} kept problems have prompts of more than {limit} tokens; raise "
+            f"training.max_prompt_tokens"
+        )
+    return problems, long
+
+
+def course_digest(config: Config, source: Mapping[str, Any], run: str) -> str:
+    """What names the course of a run: everything that its next iteration depends on, so not how many there will be."""
+    settings = parameters(config, "train", run=run)
+    del settings["training.iterations"]
+    code = [hashlib.sha256((PACKAGE / file).read_bytes()).hexdigest() for file in code_files("train")]
+    return digest({"settings": settings, "inputs": source["inputs"], "versions": source["versions"], "code": code})
+
+
+def save_trained(trainer: Trainer, start: Path, folder: Path) -> None:
+    """Write the master weights as a float32 model folder; the rest is as in the folder that training started from."""
+    model, weights = models.load(start, torch.float32), dict(trainer.masters.named())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[name])
+    with staged(folder) as staging:
+        save(model, models.load_tokenizer(start), staging)
