@@ -24,7 +24,9 @@ except UserError as error:
     raise WorkflowError(str(error)) from None
 pipeline.write_file()
 
+# The commands of this environment, also without activating it. A prefix replaces Snakemake's own, which is its first line.
 shell.prefix(
+    "set -euo pipefail; "
     f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH PYTHONPATH=src; "
 )
 
