@@ -29,6 +29,7 @@ ROWS_A_GROUP = 4096
 TOKENS_A_GROUP = 1 << 20
 
 _TOKENS = pa.list_(pa.field("element", pa.int32(), nullable=False))
+_COUNTS = _TOKENS
 _LOGPROBS = pa.list_(pa.field("element", pa.float32(), nullable=False))
 
 
@@ -149,7 +150,7 @@ TABLES: Mapping[str, Table] = {
         ),
         ("step",),
     ),
-    # per-problem counts of one evaluation; majority: the most frequent answer among the samples is correct
+    # per-problem counts of one evaluation; wrong_votes: how many samples gave each wrong answer, most first (for maj@k)
     "evaluation": Table(
         _schema(
             ("problem_id", pa.string()),
@@ -159,6 +160,7 @@ TABLES: Mapping[str, Table] = {
             ("truncated", pa.int32()),
             ("timeout", pa.int32()),
             ("unparseable", pa.int32()),
+            ("wrong_votes", _COUNTS),
             ("mean_tokens", pa.float64()),
         ),
         ("problem_id",),

@@ -45,6 +45,7 @@ def run(config: Config, *, run: str, problems: str, engine: str, rollout: str) -
                     "truncated": tally.truncated,
                     "timeout": tally.timeout,
                     "unparseable": tally.unparseable,
+                    "wrong_votes": tally.wrong_votes,
                     "mean_tokens": sum(len(response.completion.token_ids) for response in answered) / len(answered),
                 }
             )
