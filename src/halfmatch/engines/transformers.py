@@ -46,7 +46,7 @@ class TransformersEngine:
         self._model = loaded.to(self._device)
         cast_model(self._model, precision.rollout, precision.fp32_modules, precision.emulate)
         self._config = self._model.config.get_text_config()
-        _check_layers(self._config, model)
+        check_layers(self._config, model)
         self.description: Mapping[str, Any] = {
             "name": "transformers",
             "version": transformers.__version__,
@@ -81,7 +81,13 @@ class TransformersEngine:
         covered = {id(held[name]) for name in given}
         if missing := [name for name, parameter in self._model.named_parameters() if id(parameter) not in covered]:
             raise ValueError(f"the weights given to the engine lack {_some(missing)}")
+        tied: dict[int, str] = {}
         for name, tensor in given.items():
+            first = tied.setdefault(id(held[name]), name)
+            if first != name and not torch.equal(tensor, given[first]):
+                raise ValueError(
+                    f"{first} and {name} are one weight in the engine's model, and the values given differ"
+                )
             if tensor.shape != held[name].shape:
                 raise ValueError(
                     f"weight {name} has shape {tuple(tensor.shape)}, the engine's model {tuple(held[name].shape)}"
@@ -138,7 +144,7 @@ def _has_sliding_layers(config: transformers.PretrainedConfig) -> bool:
     return "sliding_attention" in kinds if kinds else getattr(config, "sliding_window", None) is not None
 
 
-def _check_layers(config: transformers.PretrainedConfig, model: Path) -> None:
+def check_layers(config: transformers.PretrainedConfig, model: Path) -> None:
     """Refuse layers that keep more than keys and values of every position."""
     kinds = set(getattr(config, "layer_types", None) or ()) - set(_ATTENTION_LAYERS)
     if kinds or config.is_encoder_decoder:

@@ -11,6 +11,7 @@ Products are fp32 matmuls of 16-bit values, as in `halfmatch.precision.emulation
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ NAME = "halfmatch"
 # Keys are padded to multiples of this, and products with V are summed block by block in order. What is masked adds
 # zeros behind the end, so a result does not depend on how far its sequence is padded.
 BLOCK = 64
+_LOG2_E = math.log2(math.e)
 _MASKED = torch.finfo(torch.float32).min  # not -inf: a row without any key must not become NaN
 # What some models ask of attention beyond the plain thing; ignoring it would be wrong silently.
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
@@ -79,28 +81,28 @@ class _Flash(torch.autograd.Function):
     """FlashAttention-2's arithmetic (arXiv 2307.08691, algorithms 1 and 2) on whole rows.
 
     What it saves for the backward pass, what it rounds to the 16-bit dtype (exp(s - max), dS, the results) and what
-    stays in fp32 (the rest) are as there.
+    stays in fp32 (the rest) are as there. So is the base of the exponentials, 2, for its speed.
     """
 
     @staticmethod
     def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scaling: float
     ) -> torch.Tensor:
-        scores = _scores(query, key, mask, scaling)
+        scores = _scores(query, key, mask, scaling * _LOG2_E)
         top = scores.amax(-1, keepdim=True)
-        weights = (scores - top).exp_()
+        weights = (scores - top).exp2_()
         total = weights.sum(-1, keepdim=True)
         result = _values_sum(weights.to(query.dtype).float(), value).div_(total).view_as(query).to(query.dtype)
-        ctx.save_for_backward(query, key, value, mask, result, top + total.log())
+        ctx.save_for_backward(query, key, value, mask, result, top + total.log2())
         ctx.scaling = scaling
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_result: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, mask, result, log_total = ctx.saved_tensors
+        query, key, value, mask, result, log2_total = ctx.saved_tensors
         groups = key.shape[1]
-        weights = (_scores(query, key, mask, ctx.scaling) - log_total).exp_()
+        weights = (_scores(query, key, mask, ctx.scaling * _LOG2_E) - log2_total).exp2_()  # P
         d_rows = _rows_by_group(d_result, groups)
         d_value = weights.to(query.dtype).float().transpose(1, 2) @ d_rows
         correction = (d_rows * _rows_by_group(result, groups)).sum(-1, keepdim=True)

@@ -40,18 +40,17 @@ def is_emulated(dtype: DType, emulate: Emulate, device: str) -> bool:
     return emulate == "always" or not (cpu_units() & _UNITS[dtype])
 
 
+def _rounded_linear(x: torch.Tensor, w_fp32: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
+    return fp32_linear(x.float(), w_fp32, None if b is None else b.float()).to(x.dtype)
+
+
 class _Linear(torch.autograd.Function):
-    """x [..., in], w [out, in], b [out] or None, all of one 16-bit dtype; w_fp32 is w, upcast before, or None."""
+    """x [..., in], w [out, in], b [out] or None, all of one 16-bit dtype."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, w_fp32: torch.Tensor | None
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x, w)
-        ctx.has_bias = b is not None
-        if w_fp32 is None:
-            w_fp32 = w.float()
-        return fp32_linear(x.float(), w_fp32, None if b is None else b.float()).to(x.dtype)
+        return _rounded_linear(x, w.float(), b)
 
     @staticmethod
     @once_differentiable
@@ -64,22 +63,19 @@ class _Linear(torch.autograd.Function):
             dx = (dy_fp32 @ w.float()).to(x.dtype)
         if ctx.needs_input_grad[1]:
             dw = (rows.T @ x.float().reshape(-1, x.shape[-1])).to(w.dtype)
-        if ctx.has_bias and ctx.needs_input_grad[2]:
+        if ctx.needs_input_grad[2]:
             db = rows.sum(0).to(x.dtype)
-        return dx, dw, db, None
+        return dx, dw, db
 
 
-def linear(
-    x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None, *, w_fp32: torch.Tensor | None = None
-) -> torch.Tensor:
+def linear(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None) -> torch.Tensor:
     """y = round(x wᵀ + b): x [..., in], w [out, in], b [out] of one 16-bit dtype, accumulated in fp32, rounded once.
 
-    Backward alike: dx = round(dy w), dw = round(dyᵀ x), db = round(Σ dy). `w_fp32` spares the upcast of w where the
-    caller has it; it must equal w.
+    Backward alike: dx = round(dy w), dw = round(dyᵀ x), db = round(Σ dy).
     """
     if x.dtype != w.dtype or x.dtype not in (torch.bfloat16, torch.float16):
         raise TypeError(f"emulated matmuls take two tensors of one 16-bit dtype, not {x.dtype} and {w.dtype}")
-    return _Linear.apply(x, w, b, w_fp32)
+    return _Linear.apply(x, w, b)
 
 
 class EmulatedLinear(torch.nn.Linear):
@@ -97,7 +93,9 @@ class EmulatedLinear(torch.nn.Linear):
         self._upcast: tuple[tuple[int, int], torch.Tensor] | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.weight, self.bias, w_fp32=None if torch.is_grad_enabled() else self._upcast_weight())
+        if torch.is_grad_enabled() or x.dtype != self.weight.dtype:
+            return linear(x, self.weight, self.bias)
+        return _rounded_linear(x, self._upcast_weight(), self.bias)
 
     def _upcast_weight(self) -> torch.Tensor:
         state = (self.weight.data_ptr(), self.weight._version)
