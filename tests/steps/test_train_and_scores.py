@@ -1,0 +1,306 @@
+import csv
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from halfmatch import artifacts, models
+from halfmatch.config import Config
+from halfmatch.errors import UserError
+from halfmatch.grading import Verdict
+from halfmatch.paths import Paths
+from halfmatch.steps import scores, train
+
+RUN_CLI = "from halfmatch.cli import main; raise SystemExit(main())"
+RUN = "fp16_grpo_seed0"
+NAMES = {"model": "tiny", "problems": "few", "engine": "transformers", "rollout": "fp16"}
+
+
+def settings(output, **training):
+    return {
+        "output": str(output),
+        "problems": {"few": {"source": "file", "path": "few.jsonl"}},
+        "models": {"tiny": {"source": "folder", "path": "tiny"}},
+        "grading": {"rule": "last-number"},
+        "engine": {"slots": 8},
+        "solvability": {"model": "tiny", "problems": "few"},
+        "mismatch": {"models": ["tiny"], "problems": ["few"], "gradient_fidelity": {"objectives": ["pg"]}},
+        "evaluation": None,
+        "training": {
+            "objectives": ["grpo"],
+            "seeds": [0],
+            "iterations": 3,
+            "prompts_per_iteration": 2,
+            "samples_per_prompt": 4,
+            "gradient_steps": 2,
+            "max_prompt_tokens": 5,
+            "sampling": {"max_tokens": 12},
+            "learning_rate": 1e-2,
+            "checkpoint_every": 1,
+            **training,
+        },
+    }
+
+
+def perfectible_row(problem_id, problem, answer, kept=True, solve_rate=0.5):
+    return {
+        "problem_id": problem_id,
+        "problem": problem,
+        "answer": answer,
+        "source": "here",
+        "split": "train",
+        "level": None,
+        "tries": 40,
+        "solved": 20,
+        "wrong": 20,
+        "truncated": 0,
+        "timeout": 0,
+        "unparseable": 0,
+        "solve_rate": solve_rate,
+        "solve_rate_low": 0.4,
+        "solve_rate_high": 0.6,
+        "kept": kept,
+    }
+
+
+@pytest.fixture
+def prepare(tiny_model_folder, tmp_path):
+    """A configuration with the artefacts that the steps read."""
+
+    def make(name="results", rows=None, **training):
+        config = Config.model_validate(settings(tmp_path / name, **training))
+        paths = Paths(Path(config.output))
+        shutil.copytree(tiny_model_folder, paths.of("model", model="tiny"))
+        rows = rows or [perfectible_row(f"p{digit}", f"{digit}×{digit}", str(digit)) for digit in range(2, 6)]
+        artifacts.write(paths.of("perfectible"), "perfectible", rows, {})
+        return config, paths
+
+    return make
+
+
+class ParityGrader:
+    """Right where the response has an even number of letters: rewards that differ, without math-verify's start."""
+
+    def __init__(self, **settings):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def grade_many(self, items):
+        return [Verdict("wrong" if len(text) % 2 else "correct", text) for text, _, _ in items]
+
+
+@pytest.fixture
+def quick_grader(monkeypatch):
+    monkeypatch.setattr(train, "Grader", ParityGrader)
+
+
+def test_train_writes_log_curves_and_model(prepare, quick_grader):
+    config, paths = prepare()
+    train.run(config, run=RUN)
+    log = artifacts.read(paths.of("training_log", run=RUN), "training_log")
+    assert log["step"].to_pylist() == list(range(6))
+    assert log["iteration"].to_pylist() == [0, 0, 1, 1, 2, 2]
+    assert all(scale is not None for scale in log["loss_scale"].to_pylist())
+    with open(paths.of("training_curves", run=RUN), encoding="utf-8") as file:
+        assert [float(row["entropy"]) for row in csv.DictReader(file)] == log["entropy"].to_pylist()
+
+    source = artifacts.provenance(paths.of("training_log", run=RUN))
+    assert source["engine"]["name"] == "transformers"
+    assert (source["step"], source["compute"], source["engine"]["dtype"]) == ("train", "fp16", "fp16")
+    assert str(paths.root) not in str(source)
+
+    folder = paths.of("trained", run=RUN)
+    trained, state = (
+        models.load(folder, torch.float32),
+        torch.load(paths.of("checkpoints", run=RUN) / "iteration-00000003.pt", weights_only=True),
+    )
+    for name, weight in trained.named_parameters():
+        assert torch.equal(weight, state["state"]["masters"][name])
+    assert models.load_config(folder).dtype == torch.float32
+    assert (
+        models.load_tokenizer(folder).get_vocab() == models.load_tokenizer(paths.of("model", model="tiny")).get_vocab()
+    )
+    assert (folder / "generation_config.json").is_file()
+
+
+def test_the_same_run_gives_the_same_bytes_wherever_it_lies(prepare, quick_grader):
+    files = []
+    for name in ("here", "there"):
+        config, paths = prepare(name)
+        train.run(config, run=RUN)
+        files.append(outputs(paths))
+    assert files[0] == files[1]
+
+
+def test_a_finished_run_is_written_again_without_training(prepare, quick_grader, monkeypatch):
+    config, paths = prepare()
+    train.run(config, run=RUN)
+    before = outputs(paths)
+    for artefact in ("training_log", "training_curves"):
+        paths.of(artefact, run=RUN).unlink()
+    monkeypatch.setattr(train.Trainer, "iteration", lambda self: pytest.fail("trained again"))
+    train.run(config, run=RUN)
+    assert outputs(paths) == before
+
+
+def test_more_iterations_go_on_from_the_end(prepare, quick_grader):
+    config, paths = prepare("short", iterations=2)
+    train.run(config, run=RUN)
+    longer = Config.model_validate(settings(config.output, iterations=4))
+    train.run(longer, run=RUN)
+    whole, whole_paths = prepare("whole", iterations=4)
+    train.run(whole, run=RUN)
+    assert outputs(paths) == outputs(whole_paths)
+
+
+def test_a_changed_setting_starts_afresh_after_the_end_and_is_refused_before_it(prepare, quick_grader, monkeypatch):
+    config, paths = prepare()
+    train.run(config, run=RUN)
+    changed = Config.model_validate(settings(config.output, learning_rate=2e-2))
+    monkeypatch.setattr(train, "save_trained", lambda *_: pytest.fail("killed"))
+    original, steps = train.Trainer.iteration, []
+
+    def dies_in_the_second(self):
+        steps.append(1)
+        if len(steps) == 2:
+            raise KeyboardInterrupt
+        return original(self)
+
+    monkeypatch.setattr(train.Trainer, "iteration", dies_in_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        train.run(changed, run=RUN)
+    assert [path.name for path in paths.of("checkpoints", run=RUN).glob("*.pt")] == ["iteration-00000001.pt"]
+    with pytest.raises(UserError, match=r"iteration-00000001\.pt: .*unfinished run with other settings"):
+        train.run(config, run=RUN)
+
+
+def test_changed_code_is_another_run(prepare, monkeypatch):
+    config, _ = prepare()
+    source = {"inputs": {}, "versions": {}}
+    before = train.course_digest(config, source, RUN)
+    assert before == train.course_digest(config, source, RUN)
+    monkeypatch.setattr(train, "code_files", lambda step: (Path("seeds.py"),))
+    assert train.course_digest(config, source, RUN) != before
+
+
+def test_an_empty_perfectible_set_says_the_counts_and_what_to_change(prepare):
+    rows = [perfectible_row(f"p{n}", "2×3", "6", kept=False, solve_rate=rate) for n, rate in enumerate((0.0, 0.1, 1.0))]
+    config, _ = prepare(rows=rows)
+    with pytest.raises(
+        UserError, match=r"none of 3 problems .* 20% and 80% .*\(2 less often, 1 more often\).*solvability"
+    ):
+        train.run(config, run=RUN)
+
+
+def test_long_prompts_are_left_out_counted_and_named(prepare, quick_grader, caplog):
+    rows = [perfectible_row("fits", "2×3", "6"), perfectible_row("long", "2×3=2×3=6", "6")]
+    config, paths = prepare(rows=rows, prompts_per_iteration=1, samples_per_prompt=2, iterations=1)
+    train.run(config, run=RUN)
+    assert "1 problems have prompts of more than 5 tokens and are left out: ['long']" in caplog.text
+    assert artifacts.provenance(paths.of("training_log", run=RUN))["long_prompts"] == ["long"]
+    config, _ = prepare("none", rows=rows[1:])
+    with pytest.raises(UserError, match="all 1 kept problems have prompts of more than 5 tokens"):
+        train.run(config, run=RUN)
+
+
+def outputs(paths):
+    """Every byte that the step leaves for others."""
+    model = paths.of("trained", run=RUN)
+    files = [paths.of("training_log", run=RUN), paths.of("training_curves", run=RUN), *sorted(model.iterdir())]
+    return {file.name: file.read_bytes() for file in files}
+
+
+# ------------------------------------------------------------------------------------------------------------- scores
+@pytest.fixture
+def rollouts(prepare):
+    config, paths = prepare()
+    generator = torch.Generator().manual_seed(0)
+
+    def ints(count):
+        return torch.randint(2, 20, (count,), generator=generator).tolist()
+
+    rows = [
+        {
+            "problem_id": f"p{problem}",
+            "sample": sample,
+            "prompt_ids": [2 + problem, 9],
+            "verdict": "wrong",
+            "token_ids": ints(3 + sample),
+            "logprobs": [-0.5] * (3 + sample),
+            "finish_reason": "length",
+        }
+        for problem in range(3)
+        for sample in range(4)
+    ]
+    artifacts.write(paths.of("rollouts", **NAMES), "completions", rows, {})
+    return config, paths, rows
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_scores_are_the_trainers_logprobs_of_the_recorded_tokens(rollouts, precision):
+    config, paths, rows = rollouts
+    scores.run(config, **NAMES, train=precision)
+    path = paths.of("scores", **NAMES, train=precision)
+    table = artifacts.read(path, "scores").to_pylist()
+    exact = models.load(paths.of("model", model="tiny"), torch.float64)
+    exact.set_attn_implementation("eager")
+    for row, scored in zip(rows, table, strict=True):
+        assert (scored["problem_id"], scored["sample"]) == (row["problem_id"], row["sample"])
+        assert scored["token_ids"] == row["token_ids"]
+        assert scored["logp_rollout"] == row["logprobs"]
+        logits = exact(input_ids=torch.tensor([row["prompt_ids"] + row["token_ids"]])).logits[0, 1:-1]
+        expected = torch.log_softmax(logits, -1).gather(1, torch.tensor(row["token_ids"])[:, None])[:, 0]
+        error = (torch.tensor(scored["logp_train"], dtype=torch.float64) - expected).abs().max()
+        assert error < 1e-4 if precision == "fp32" else 1e-4 < error < 1
+    assert artifacts.provenance(path)["dtype"] == precision
+    first = path.read_bytes()
+    scores.run(config, **NAMES, train=precision)
+    assert path.read_bytes() == first
+
+
+# --------------------------------------------------------------------------------------------------------- kill -9
+def command_line(config_file):
+    return subprocess.Popen(
+        [sys.executable, "-c", RUN_CLI, "train", "--config", str(config_file), "--run", RUN],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+def test_a_run_killed_with_9_again_and_again_ends_in_the_same_bytes(prepare, tmp_path):
+    training = {"iterations": 12, "checkpoint_every": 2}
+    whole, whole_paths = prepare("whole", **training)
+    train.run(whole, run=RUN)
+    rewards = artifacts.read(whole_paths.of("training_log", run=RUN), "training_log")["reward"].to_pylist()
+    assert any(rewards)
+
+    _, paths = prepare("killed", **training)
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(settings(paths.root, **training)), encoding="utf-8")
+    checkpoints = paths.of("checkpoints", run=RUN)
+    for wanted in ("iteration-00000002.pt", "iteration-00000006.pt"):
+        process = command_line(file)
+        deadline = time.monotonic() + 300
+        while process.poll() is None and not (checkpoints / wanted).exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL, process.stderr.read()
+        process.stderr.close()
+    with command_line(file) as process:
+        _, errors = process.communicate()
+        assert process.returncode == 0, errors
+    assert outputs(paths) == outputs(whole_paths)
