@@ -9,10 +9,13 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from halfmatch.statistics import (
+    Estimate,
     bootstrap,
     bootstrap_over_problems,
+    difference,
     jackknife_interval,
     paired_test,
+    ratio,
     t_interval,
     wilson_interval,
 )
@@ -154,3 +157,42 @@ def test_jackknife_of_a_mean_is_students_interval():
 
 def test_jackknife_of_one_block_is_undefined():
     assert all(math.isnan(bound) for bound in jackknife_interval(1.0, [1.0]))
+
+
+# Newcombe (1998), Statistics in Medicine 17, 873-890, table II, method 10: the hybrid score interval of a difference.
+@pytest.mark.parametrize(
+    ("first", "second", "low", "high"),
+    [((56, 70), (48, 80), 0.0524, 0.3339), ((9, 10), (3, 10), 0.1705, 0.8090), ((10, 10), (0, 10), 0.6075, 1.0)],
+)
+def test_difference_of_wilson_intervals_is_newcombes(first, second, low, high):
+    a, b = (Estimate(k / n, *wilson_interval(k, n)) for k, n in (first, second))
+    assert difference(a, b)[1:] == pytest.approx((low, high), abs=5e-5)
+
+
+def test_difference_of_symmetric_intervals_adds_variances():
+    assert difference(Estimate(5.0, 2.0, 8.0), Estimate(1.0, -3.0, 5.0)) == pytest.approx((4.0, -1.0, 9.0))
+
+
+def test_ratio_covers_the_truth_as_often_as_it_says():
+    rng = np.random.default_rng(0)
+    z = stats.norm.ppf(0.975)
+
+    def estimate(truth, spread):
+        log = np.log(truth) + spread * rng.normal()
+        return Estimate(*(math.exp(log + shift * spread) for shift in (0, -z, z)))
+
+    found = [ratio(estimate(40.0, 0.3), estimate(2.0, 0.1)) for _ in range(2000)]
+    covered = np.mean([one.low <= 20 <= one.high for one in found])
+    assert covered == pytest.approx(0.95, abs=4 * math.sqrt(0.95 * 0.05 / 2000))
+
+
+def test_ratio_of_what_may_be_zero_has_no_interval():
+    value, low, high = ratio(Estimate(2.0, 0.0, 3.0), Estimate(4.0, 3.0, 5.0))
+    assert value == 0.5
+    assert math.isnan(low)
+    assert math.isnan(high)
+    assert math.isnan(ratio(Estimate(2.0, 1.0, 3.0), Estimate(0.0, 0.0, 0.0)).value)
+
+
+def test_without_intervals_there_is_none_of_the_difference():
+    assert math.isnan(difference(Estimate(1.0, math.nan, math.nan), Estimate(2.0, 1.0, 3.0)).low)

@@ -154,3 +154,25 @@ def jackknife_interval(value: float, left_out: Sequence[float], confidence: floa
     error = math.sqrt((blocks - 1) * float(np.var(np.asarray(left_out, dtype=np.float64))))
     half_width = float(stats.t.ppf((1 + confidence) / 2, blocks - 1)) * error
     return value - half_width, value + half_width
+
+
+def difference(a: Estimate, b: Estimate) -> Estimate:
+    """a − b of two estimates, with an interval recovered from theirs (MOVER: Zou & Donner 2008, Newcombe 1998).
+
+    Exact enough for skewed intervals too, such as those of shares. For independent estimates; where a and b go up and
+    down together, as measurements on the same problems do, it is wider than need be.
+    """
+    value = a.value - b.value
+    return Estimate(
+        value,
+        value - math.hypot(a.value - a.low, b.high - b.value),
+        value + math.hypot(a.high - a.value, b.value - b.low),
+    )
+
+
+def ratio(a: Estimate, b: Estimate) -> Estimate:
+    """a / b of two positive estimates: `difference` of their logarithms; NaN where a bound is not positive."""
+    if not all(bound > 0 for bound in (*a, *b)):
+        return Estimate(a.value / b.value if b.value else math.nan, math.nan, math.nan)
+    logs = (Estimate(*(math.log(bound) for bound in estimate)) for estimate in (a, b))
+    return Estimate(*(math.exp(bound) for bound in difference(*logs)))
