@@ -151,7 +151,8 @@ def jackknife_interval(value: float, left_out: Sequence[float], confidence: floa
     blocks = len(left_out)
     if blocks < 2:
         return math.nan, math.nan
-    error = math.sqrt((blocks - 1) * float(np.var(np.asarray(left_out, dtype=np.float64))))
+    with np.errstate(invalid="ignore"):  # of infinite values the error is NaN
+        error = math.sqrt((blocks - 1) * float(np.var(np.asarray(left_out, dtype=np.float64))))
     half_width = float(stats.t.ppf((1 + confidence) / 2, blocks - 1)) * error
     return value - half_width, value + half_width
 

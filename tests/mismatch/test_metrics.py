@@ -207,14 +207,19 @@ def test_log_sum_counts_and_survives_any_range():
 # --------------------------------------------------------------------------------------------------------- gradients
 def test_gradient_fidelity_by_hand():
     # sums (3, 4) and (3, 0): cosine 9 / (5 · 3), norms 5 / 3
-    result = gradient_fidelity([[1.0, 4.0], [2.0, 0.0]], [[1.0, 0.0], [2.0, 0.0]])
+    result = gradient_fidelity([[1.0, 3.0], [2.0, 1.0]], [[1.0, 0.0], [2.0, 0.0]])
     assert result["cosine"]["value"] == pytest.approx(0.6)
     assert result["norm_ratio"]["value"] == pytest.approx(5 / 3)
-    # left out: (2, 0) against (2, 0): 1 and 1; (1, 4) against (1, 0): 1/√17 and √17
-    deviation = (1 - 1 / math.sqrt(17)) / 2
-    half_width = 12.706205 * deviation  # t(0.975, 1) · sqrt((n − 1) · mean square deviation), n = 2
-    assert result["cosine"]["low"] == pytest.approx(max(-1, 0.6 - half_width))
-    assert result["cosine"]["high"] == pytest.approx(min(1, 0.6 + half_width))
+    # without the first: (2, 1) against (2, 0), 2/√5 and √5/2; without the second: (1, 3) against (1, 0), 1/√10 and √10
+    # t(0.975, 1) · sqrt((n − 1) · mean square deviation), n = 2, on artanh(cosine) and log(ratio)
+    cosine_error = 12.706205 * (math.atanh(2 / math.sqrt(5)) - math.atanh(1 / math.sqrt(10))) / 2
+    ratio_error = 12.706205 * (math.log(math.sqrt(10)) - math.log(math.sqrt(5) / 2)) / 2
+    for name, inverse, middle, error in (
+        ("cosine", math.tanh, math.atanh(0.6), cosine_error),
+        ("norm_ratio", math.exp, math.log(5 / 3), ratio_error),
+    ):
+        assert result[name]["low"] == pytest.approx(inverse(middle - error))
+        assert result[name]["high"] == pytest.approx(inverse(middle + error))
     assert result["blocks"] == 2
 
 

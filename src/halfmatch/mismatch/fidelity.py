@@ -33,9 +33,9 @@ FloatArray = NDArray[np.float32]
 
 # With fewer problems that are solved by some of their responses and not by others, verdicts say too little.
 MIN_MIXED_PROBLEMS = 8
-# One gradient is kept a block of problems: as many blocks as problems, where this many bytes hold them, or fewer.
-GRADIENT_BYTES = 2**28
-MIN_BLOCKS = 8
+# Problems are put into blocks, and each block's gradient is kept for the jackknife: as many as these bytes hold.
+GRADIENT_BYTES = 2**30
+MIN_BLOCKS, MAX_BLOCKS = 8, 16
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,8 @@ def measure(
     if shapes != reference_shapes:
         raise ValueError("the model and its reference differ in their parameters")
     parameters = sum(shape.numel() for _, shape in shapes)
-    block_count = min(len(groups), max(MIN_BLOCKS, GRADIENT_BYTES // (2 * 4 * parameters)))
+    affordable = GRADIENT_BYTES // (2 * 4 * parameters)
+    block_count = min(len(groups), max(MIN_BLOCKS, min(affordable, MAX_BLOCKS)))
     blocks = [list(groups[start::block_count]) for start in range(block_count)]
     totals = Totals(
         sequences=sum(len(group.token_ids) for group in groups),

@@ -27,6 +27,9 @@ FloatArray = NDArray[np.float64]
 # |d| in nats above which a token's share is reported: about 1 %, 10 % and a factor e of its probability.
 THRESHOLDS = (0.01, 0.1, 1.0)
 
+# Below 1 by as much as rounding may leave a cosine of equal gradients, so that its artanh is finite.
+_LARGEST_COSINE = 1 - 2**-52
+
 
 def token_metrics(logp_train: Any, logp_rollout: Any, mask: Any) -> dict[str, float]:
     """Metrics of the tokens of a padded batch; tensors or arrays: log π, log μ [B, T] in nats, mask [B, T] bool.
@@ -171,29 +174,28 @@ def gradient_fidelity(
 ) -> dict[str, Any]:
     """How much of the reference gradient another one has: cosine and ratio of norms, each with value, low and high.
 
-    gradients, reference: one vector [parameters] a block of problems; what is compared are the sums over blocks, and
-    the intervals are the jackknife's over blocks. Where a gradient is zero the cosine is NaN.
+    gradients, reference: one vector [parameters] a block of problems; what is compared are the sums over blocks. The
+    intervals are the jackknife's over blocks, of artanh(cosine) and log(ratio), so that they end inside [−1, 1] and
+    above 0. Where a gradient is zero the cosine is NaN.
     """
     total, truth = (sum(map(_float64, vectors), start=np.zeros(1)) for vectors in (gradients, reference))
 
-    def compare(gradient: FloatArray, truth: FloatArray) -> tuple[float, float]:
+    def compare(gradient: FloatArray, truth: FloatArray) -> FloatArray:  # artanh(cosine), log(ratio)
         norm, true_norm = np.linalg.norm(gradient), np.linalg.norm(truth)
         with np.errstate(divide="ignore", invalid="ignore"):
-            return float(gradient @ truth / (norm * true_norm)), float(norm / true_norm)
+            cosine = np.clip(gradient @ truth / (norm * true_norm), -_LARGEST_COSINE, _LARGEST_COSINE)
+            return np.array([np.arctanh(cosine), np.log(norm / true_norm)])
 
-    cosine, norm_ratio = compare(total, truth)
+    value = compare(total, truth)
     left_out = [
         compare(total - _float64(one), truth - _float64(other)) for one, other in zip(gradients, reference, strict=True)
     ]
-    cosine_bounds = jackknife_interval(cosine, [pair[0] for pair in left_out], confidence)
-    ratio_bounds = jackknife_interval(norm_ratio, [pair[1] for pair in left_out], confidence)
-    cosine_low, cosine_high = np.clip(cosine_bounds, -1.0, 1.0).tolist()
-    ratio_low, ratio_high = np.clip(ratio_bounds, 0.0, None).tolist()
-    return {
-        "blocks": len(gradients),
-        "cosine": {"value": cosine, "low": cosine_low, "high": cosine_high},
-        "norm_ratio": {"value": norm_ratio, "low": ratio_low, "high": ratio_high},
-    }
+    estimates = []
+    for column, inverse in enumerate((np.tanh, np.exp)):
+        low, high = jackknife_interval(value[column], [one[column] for one in left_out], confidence)
+        estimates.append({"value": inverse(value[column]), "low": inverse(low), "high": inverse(high)})
+    cosine, norm_ratio = ({name: float(number) for name, number in one.items()} for one in estimates)
+    return {"blocks": len(gradients), "cosine": cosine, "norm_ratio": norm_ratio}
 
 
 def _float64(values: Any) -> FloatArray:
