@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfmatch.errors import UserError
-from halfmatch.grading import Grader, Verdict, grade, parses
+from halfmatch.grading import Grader, Verdict, grade, parses, process
 from halfmatch.grading.process import GradingProcess
 
 HANGS = "\\boxed{9^{9^{9^{9}}}}"  # one call of a C function that no alarm of Python interrupts
@@ -105,7 +105,7 @@ def test_an_answer_that_hangs_times_out_and_the_others_are_kept(workers):
     with Grader("boxed", timeout_s=0.5, workers=workers) as grader:
         responses = [("\\boxed{5}", "5", False), (HANGS, "5", False), ("\\boxed{4}", "5", False)]
         assert labels(grader.grade_many(responses)) == ["correct", "timeout", "wrong"]
-        assert labels(grader.grade_many(responses[::-1])) == ["wrong", "timeout", "correct"]
+        assert labels(grader.grade_many(responses[::2])) == ["correct", "wrong"]  # with a new process
 
 
 def test_a_gold_answer_that_hangs_times_out_too():
@@ -120,7 +120,8 @@ def test_a_gold_answer_that_hangs_times_out_too():
         "bytearray(1 << 40)",  # more than a grading process may have
     ],
 )
-def test_whatever_ends_a_process_is_no_wrong_answer(action, math_verify_with):
+def test_whatever_ends_a_process_is_no_wrong_answer(action, math_verify_with, monkeypatch):
+    monkeypatch.setattr(process, "WALL_CLOCK_MARGIN_S", 1.0)
     math_verify_with(when_asked_for_13(action))
     with Grader("boxed", timeout_s=0.5) as grader:
         responses = [("\\boxed{5}", "5", False), ("\\boxed{12}", "13", False), ("\\boxed{4}", "5", False)]

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
 START_LIMIT_S = 120.0
 # The limit of a task is processor time, so that a busy machine does not change a verdict; a process that sleeps, or
-# hardly gets a processor, is given up after this many times as long.
+# hardly gets a processor, is given up after this many times as long and some seconds more.
 WALL_CLOCK_FACTOR = 4.0
+WALL_CLOCK_MARGIN_S = 10.0
 
 
 class GradingProcess:
@@ -59,7 +60,7 @@ class GradingProcess:
         assert self._connection is not None
         try:
             self._connection.send((task, arguments, timeout_s))
-            if self._connection.poll(WALL_CLOCK_FACTOR * timeout_s):
+            if self._connection.poll(WALL_CLOCK_FACTOR * timeout_s + WALL_CLOCK_MARGIN_S):
                 return self._connection.recv()
         except (EOFError, OSError):
             pass

@@ -24,7 +24,9 @@ def serve(connection: Connection) -> None:
     while a C function hangs, and no alarm would reach it.
     """
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # an ignored signal is inherited
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, resource.RLIM_INFINITY))
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
+    memory = MEMORY_LIMIT_BYTES if hard_limit == resource.RLIM_INFINITY else min(MEMORY_LIMIT_BYTES, hard_limit)
+    resource.setrlimit(resource.RLIMIT_AS, (memory, hard_limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
         from halfmatch.grading import equivalence
