@@ -8,10 +8,12 @@ from halfmatch.errors import UserError
 from halfmatch.rl import checkpoints
 from halfmatch.rl.checkpoints import Checkpoints
 
+COURSE = {"settings": "aaaa", "code": "cccc"}
+
 
 @pytest.fixture
 def store(tmp_path):
-    return Checkpoints(tmp_path / "run", digest="aaaa", keep=2)
+    return Checkpoints(tmp_path / "run", course=COURSE, keep=2)
 
 
 def test_a_state_comes_back_as_it_was(store):
@@ -78,8 +80,8 @@ def test_a_shorter_run_keeps_its_own_checkpoints_beside_those_of_the_longer(stor
 
 def test_an_unfinished_run_with_other_settings_is_refused(store):
     store.save(10, {"step": 10})
-    other = Checkpoints(store.folder, digest="bbbb", keep=2)
-    with pytest.raises(UserError, match=r"iteration-00000010\.pt.*other settings.*remove"):
+    other = Checkpoints(store.folder, course={**COURSE, "settings": "bbbb"}, keep=2)
+    with pytest.raises(UserError, match=r"iteration-00000010\.pt.*with other settings\. .*remove"):
         other.load(100)
     assert store.load(100)[0] == 10
 
@@ -87,7 +89,7 @@ def test_an_unfinished_run_with_other_settings_is_refused(store):
 def test_a_finished_run_with_other_settings_is_replaced(store):
     store.save(10, {"step": 10})
     store.save(20, {"step": 20}, finished=True)
-    other = Checkpoints(store.folder, digest="bbbb", keep=2)
+    other = Checkpoints(store.folder, course={**COURSE, "settings": "bbbb"}, keep=2)
     assert other.load(100) is None
     other.save(10, {"step": 10})
     assert other.load(100)[0] == 10
@@ -100,6 +102,6 @@ def test_a_file_that_would_run_code_is_not_loaded(store):
             return (print, ("ran",))
 
     store.folder.mkdir()
-    torch.save({"digest": "aaaa", "finished": False, "state": Harmful()}, store.folder / "iteration-00000001.pt")
+    torch.save({"course": COURSE, "finished": False, "state": Harmful()}, store.folder / "iteration-00000001.pt")
     with pytest.raises(Exception, match="Weights only"):
         store.load(100)

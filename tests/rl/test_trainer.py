@@ -197,7 +197,7 @@ def test_two_iterations_equal_plain_training_in_float64(build, tmp_path, name):
     reference = deepcopy(trainer.model)
     reference.set_attn_implementation("eager")
     start = weights_of(trainer)
-    rows = trainer.run(Checkpoints(tmp_path, digest="a", keep=1), quiet)
+    rows = trainer.run(Checkpoints(tmp_path, course={}, keep=1), quiet)
 
     drawn = [requests for kind, requests in trainer.engine.calls if kind == "generate"]
     expected, norms = plain_training(reference, CannedEngine(), name, training, drawn)
@@ -307,7 +307,7 @@ def test_forced_overflow_skips_the_step_and_changes_nothing(build):
 def test_training_goes_on_after_the_scale_has_backed_off(build, tmp_path):
     precision = Precision.named("fp16", emulate="always", loss_scaling={"initial_scale": 2.0**20})
     trainer = build("pg-seq-is", precision, training=settings(iterations=8))
-    rows = trainer.run(Checkpoints(tmp_path, digest="a", keep=1), quiet)
+    rows = trainer.run(Checkpoints(tmp_path, course={}, keep=1), quiet)
     skipped = [row["step_skipped"] for row in rows]
     assert skipped[0]
     assert not skipped[-1]
@@ -329,14 +329,15 @@ class BrokenEngine(CannedEngine):
 @pytest.mark.parametrize("on_collapse", ["warn", "stop"])
 def test_collapse_is_recorded_with_its_step_and_no_traceback(build, tmp_path, caplog, on_collapse):
     trainer = build("pg-seq-is", engine=BrokenEngine(), training=settings(iterations=5, on_collapse=on_collapse))
-    rows = trainer.run(Checkpoints(tmp_path, digest="a", keep=1), quiet)
+    rows = trainer.run(Checkpoints(tmp_path, course={}, keep=1), quiet)
     events = [row["event"] for row in rows]
     assert events[:4] == [None] * 4
     assert events[4].startswith("collapse of the loss: it is ")
     later = [event for event in events[5:] if event]
     if on_collapse == "warn":
         assert len(rows) == 10
-        assert [event[:24] for event in later] == ["collapse of the gradient"]
+        kinds = [event.split(":")[0] for event in later]
+        assert kinds == ["collapse of the gradient", "collapse of the match with the engine"]  # each once
     else:
         assert len(rows) == 5
     assert f"step 4: {events[4]}" in caplog.text
@@ -347,11 +348,11 @@ def test_collapse_is_recorded_with_its_step_and_no_traceback(build, tmp_path, ca
 def test_a_run_that_ended_early_stays_ended(build, tmp_path):
     training = settings(iterations=5, on_collapse="stop")
     rows = build("pg-seq-is", engine=BrokenEngine(), training=training).run(
-        Checkpoints(tmp_path, digest="a", keep=1), quiet
+        Checkpoints(tmp_path, course={}, keep=1), quiet
     )
     again = build("pg-seq-is", engine=BrokenEngine(), training=training)
     assert len(rows) == 5
-    assert [row["event"] for row in again.run(Checkpoints(tmp_path, digest="a", keep=1), quiet)] == [
+    assert [row["event"] for row in again.run(Checkpoints(tmp_path, course={}, keep=1), quiet)] == [
         row["event"] for row in rows
     ]
     assert not any(kind == "generate" for kind, _ in again.engine.calls)
@@ -370,14 +371,14 @@ def test_weights_that_do_not_move_stop_the_run(build, tmp_path):
     with pytest.raises(
         UserError, match=r"step 19: the weights have not changed.*0 of 20 steps.*20 had a gradient of 0.*"
     ):
-        trainer.run(Checkpoints(tmp_path, digest="a", keep=1), quiet)
+        trainer.run(Checkpoints(tmp_path, course={}, keep=1), quiet)
 
 
 # ------------------------------------------------------------------------------------------------- sync and resume
 def test_the_engine_gets_the_trainers_weights_before_every_generation(build, tmp_path):
     trainer = build()
     start = weights_of(trainer)
-    trainer.run(Checkpoints(tmp_path, digest="a", keep=1), quiet)
+    trainer.run(Checkpoints(tmp_path, course={}, keep=1), quiet)
     kinds = [kind for kind, _ in trainer.engine.calls]
     assert kinds == ["load", "generate", "load", "generate", "load"]
     loaded = [weights for kind, weights in trainer.engine.calls if kind == "load"]
@@ -389,10 +390,10 @@ def test_the_engine_gets_the_trainers_weights_before_every_generation(build, tmp
 def test_an_engine_that_keeps_its_old_weights_is_noticed(build, tmp_path, caplog):
     training = settings(iterations=6, learning_rate=3e-2)
     good = build("grpo", engine="transformers", training=training)
-    assert not any(row["event"] for row in good.run(Checkpoints(tmp_path / "good", digest="a", keep=1), quiet))
+    assert not any(row["event"] for row in good.run(Checkpoints(tmp_path / "good", course={}, keep=1), quiet))
     stale = build("grpo", engine="transformers", training=training)
     stale.engine.load_weights = lambda weights: None
-    events = [row["event"] for row in stale.run(Checkpoints(tmp_path / "stale", digest="a", keep=1), quiet)]
+    events = [row["event"] for row in stale.run(Checkpoints(tmp_path / "stale", course={}, keep=1), quiet)]
     assert [event for event in events if event and "the engine is stale" in event]
 
 
@@ -408,7 +409,7 @@ def test_resumed_equals_uninterrupted_bit_for_bit(build, tmp_path, objective, pr
         return build(objective, Precision.named(precision, emulate="always"), "transformers", training)
 
     whole = make()
-    whole.run(Checkpoints(tmp_path / "whole", digest="a", keep=2), quiet)
+    whole.run(Checkpoints(tmp_path / "whole", course={}, keep=2), quiet)
 
     killed = make()
     gradient_step, steps = killed.gradient_step, []
@@ -421,12 +422,12 @@ def test_resumed_equals_uninterrupted_bit_for_bit(build, tmp_path, objective, pr
 
     killed.gradient_step = dying_step
     with pytest.raises(KilledError):
-        killed.run(Checkpoints(tmp_path / "parts", digest="a", keep=2), quiet)
+        killed.run(Checkpoints(tmp_path / "parts", course={}, keep=2), quiet)
     assert len((tmp_path / "parts" / "log.csv").read_text().splitlines()) == 1 + 7
 
     torch.manual_seed(99)
     resumed = make()
-    resumed.run(Checkpoints(tmp_path / "parts", digest="a", keep=2), quiet)
+    resumed.run(Checkpoints(tmp_path / "parts", course={}, keep=2), quiet)
 
     assert len(whole.rows) == 10
     assert repr(resumed.rows) == repr(whole.rows)
@@ -441,10 +442,10 @@ def test_resumed_equals_uninterrupted_bit_for_bit(build, tmp_path, objective, pr
 
 
 def test_on_resume_the_engine_serves_the_checkpoint(build, tmp_path):
-    build(training=settings(iterations=1)).run(Checkpoints(tmp_path, digest="a", keep=1), quiet)
+    build(training=settings(iterations=1)).run(Checkpoints(tmp_path, course={}, keep=1), quiet)
     resumed = build(training=settings(iterations=2))
     fresh = weights_of(resumed)
-    resumed.run(Checkpoints(tmp_path, digest="a", keep=1), quiet)
+    resumed.run(Checkpoints(tmp_path, course={}, keep=1), quiet)
     kind, loaded = resumed.engine.calls[0]
     assert kind == "load"
     stored = torch.load(tmp_path / "iteration-00000002.pt", weights_only=True)["state"]["rows"]
@@ -453,9 +454,9 @@ def test_on_resume_the_engine_serves_the_checkpoint(build, tmp_path):
 
 
 def test_the_same_run_twice_gives_the_same_rows(build, tmp_path):
-    first = build(engine="transformers").run(Checkpoints(tmp_path / "1", digest="a", keep=1), quiet)
-    second = build(engine="transformers").run(Checkpoints(tmp_path / "2", digest="a", keep=1), quiet)
-    other = build(engine="transformers", seed=1).run(Checkpoints(tmp_path / "3", digest="a", keep=1), quiet)
+    first = build(engine="transformers").run(Checkpoints(tmp_path / "1", course={}, keep=1), quiet)
+    second = build(engine="transformers").run(Checkpoints(tmp_path / "2", course={}, keep=1), quiet)
+    other = build(engine="transformers", seed=1).run(Checkpoints(tmp_path / "3", course={}, keep=1), quiet)
     assert repr(first) == repr(second) != repr(other)
 
 

@@ -20,19 +20,19 @@ from halfmatch.errors import UserError
 class Checkpoints:
     """The checkpoints of one run, in a folder of its own.
 
-    `digest` names everything that the run's course depends on (configuration, model, problems). A folder that an
-    unfinished run of another digest has left is refused: going on from it would mix two runs, and removing it is not
-    ours to decide. What a finished run has left is replaced.
+    `course` says what the run's course depends on: a digest of its settings, of its code, and so on, by what they are
+    of. What an unfinished run of another course has left is refused: going on from it would mix two runs, and removing
+    it is not ours to decide. What a finished run has left is replaced.
     """
 
-    def __init__(self, folder: Path, *, digest: str, keep: int):
+    def __init__(self, folder: Path, *, course: Mapping[str, str], keep: int):
         self.folder = folder
-        self.digest = digest
+        self.course = dict(course)
         self.keep = keep
 
     def save(self, iterations: int, state: Mapping[str, Any], *, finished: bool = False) -> None:
         """Write the state after `iterations` iterations, then drop all but the last `keep` up to it."""
-        content = {"digest": self.digest, "finished": finished, "state": {**state, "random": random_state()}}
+        content = {"course": self.course, "finished": finished, "state": {**state, "random": random_state()}}
         written = self._path(iterations)
         with atomic(written) as file:
             torch.save(content, file)
@@ -48,8 +48,8 @@ class Checkpoints:
             part.unlink()
         for path in reversed(self._files()):
             content = torch.load(path, map_location="cpu", weights_only=True)
-            if content["digest"] != self.digest:
-                self._replace(path, finished=content["finished"])
+            if content["course"] != self.course:
+                self._replace(path, content)
                 return None
             if (done := _iterations(path)) <= iterations:
                 restore_random_state(content["state"].pop("random"))
@@ -61,11 +61,15 @@ class Checkpoints:
         files = self._files()
         return files[-1] if files else None
 
-    def _replace(self, path: Path, *, finished: bool) -> None:
-        if not finished:
+    def _replace(self, path: Path, content: Mapping[str, Any]) -> None:
+        if not content["finished"]:
+            course = content["course"]
+            differing = [
+                name for name in sorted(course.keys() | self.course) if course.get(name) != self.course.get(name)
+            ]
             raise UserError(
-                f"{path}: the checkpoint of an unfinished run with other settings, model or problems. Restore what it "
-                f"was run with to go on from it, or remove {self.folder} to start afresh"
+                f"{path}: the checkpoint of an unfinished run with other {', '.join(differing)}. Restore what it was "
+                f"run with to go on from it, or remove {self.folder} to start afresh"
             )
         for old in self._files():
             old.unlink()

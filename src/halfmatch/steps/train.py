@@ -65,7 +65,7 @@ def run(config: Config, *, run: str) -> None:
             seed=cell.seed,
         )
         checkpoints = Checkpoints(
-            paths.of("checkpoints", run=run), digest=course_digest(config, source, run), keep=settings.keep_checkpoints
+            paths.of("checkpoints", run=run), course=course(config, source, run), keep=settings.keep_checkpoints
         )
         with Progress(f"train {run}", settings.iterations, "iterations") as progress:
             rows = trainer.run(checkpoints, progress)
@@ -108,12 +108,17 @@ def read_problems(config: Config, path: Path, tokenizer: PreTrainedTokenizerBase
     return problems, long
 
 
-def course_digest(config: Config, source: Mapping[str, Any], run: str) -> str:
-    """What names the course of a run: everything that its next iteration depends on, so not how many there will be."""
+def course(config: Config, source: Mapping[str, Any], run: str) -> dict[str, str]:
+    """Digests of what the course of a run depends on: of all its settings but how many iterations there are."""
     settings = parameters(config, "train", run=run)
     del settings["training.iterations"]
     code = [hashlib.sha256((PACKAGE / file).read_bytes()).hexdigest() for file in code_files("train")]
-    return digest({"settings": settings, "inputs": source["inputs"], "versions": source["versions"], "code": code})
+    return {
+        "settings": digest(settings),
+        "model or problems": digest(source["inputs"]),
+        "package versions": digest(source["versions"]),
+        "code": digest(code),
+    }
 
 
 def save_trained(trainer: Trainer, start: Path, folder: Path) -> None:
