@@ -161,8 +161,12 @@ class EngineSettings(Section):
     slots: int = Field(64, ge=8, le=4096, description="sequences decoded at once")
     device: Literal["cpu", "cuda"] = Field("cpu", description="cpu, or cuda")
     tensor_parallel: int = Field(1, ge=1, le=64, description="vllm: GPUs a replica")
+    data_parallel: int = Field(1, ge=1, le=64, description="replicas, each a process (on GPUs) of its own")
     gpu_memory: float = Field(
         0.6, gt=0, le=1, description="vllm: share of GPU memory, or of this machine's memory on a CPU"
+    )
+    server: str | None = Field(
+        None, pattern=r"^https?://", description="vllm: URL of a running `vllm serve`; null starts vLLM in the process"
     )
 
 

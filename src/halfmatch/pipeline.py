@@ -122,7 +122,8 @@ class Pipeline:
 
     def gpus(self) -> int:
         """GPUs that a job with a model needs."""
-        return self.config.engine.tensor_parallel if self.config.engine.device == "cuda" else 0
+        engine = self.config.engine
+        return engine.tensor_parallel * engine.data_parallel if engine.device == "cuda" else 0
 
 
 def _below_here(path: Path) -> Path:

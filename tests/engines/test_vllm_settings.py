@@ -34,7 +34,7 @@ def test_no_vllm_is_a_clear_error(tiny_model_folder: Path, monkeypatch: pytest.M
 
 
 def test_modules_that_vllm_cannot_keep_in_fp32_are_refused(tiny_model_folder: Path) -> None:
-    with pytest.raises(UserError, match="norm.*both sides or on neither"):
+    with pytest.raises(UserError, match=r"norm.*both sides or on neither"):
         create("vllm", tiny_model_folder, Precision.named("bf16", fp32_modules=("norm",)), EngineSettings(name="vllm"))
 
 

@@ -78,6 +78,14 @@ class Engine(Protocol):
 
 def create(name: str, model: Path, precision: Precision, settings: EngineSettings) -> Engine:
     """Start an engine on a model folder. It samples in `precision.rollout`, with `precision.fp32_modules` in fp32."""
+    if name == "vllm" and settings.server:
+        from halfmatch.engines.server import ServerEngine
+
+        return ServerEngine(model, precision, settings)
+    if settings.data_parallel > 1:
+        from halfmatch.engines.replicas import ReplicatedEngine
+
+        return ReplicatedEngine(create, name, model, precision, settings)
     if name == "transformers":
         from halfmatch.engines.transformers import TransformersEngine
 

@@ -41,8 +41,8 @@ def install(model: Any, weight: torch.Tensor) -> None:
     processor = model.logits_processor
     if processor.scale != 1.0 or processor.soft_cap is not None or getattr(model.lm_head, "bias", None) is not None:
         raise UserError(
-            "fp32_modules: lm_head: the model scales, caps or shifts its logits, which the fp32 head of the vllm engine "
-            "does not; remove lm_head from fp32_modules, or sample with engine.name: transformers"
+            "fp32_modules: lm_head: the model scales, caps or shifts its logits, which the fp32 head of the vllm "
+            "engine does not; remove lm_head from fp32_modules, or sample with engine.name: transformers"
         )
     device = next(model.parameters()).device
     wide = weight.detach().to(device=device, dtype=torch.float32, copy=True)
