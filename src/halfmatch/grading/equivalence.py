@@ -42,10 +42,12 @@ _SYMBOLS = str.maketrans({"−": "-", "°": r"^\circ", "×": r"\times ", "·": r
 _DELIMITERS = re.compile(r"^(?:\$+|\\[(\[])|(?:\$+|\\[)\]])$")
 _SIZES = re.compile(r"\\(?:left|right)(?:\.|(?![A-Za-z]))")
 _BLANK = r"\s|\\[ ,;:!]"
-_BEGINNING = re.compile(rf"^(?:{_BLANK})+")
+_BEGINNING = re.compile(rf"^(?:{_BLANK}|=|\\approx(?![A-Za-z]))+")
 _END = re.compile(rf"(?:[.,;]|{_BLANK}|\\$)+$")
 _THOUSANDS = re.compile(r"(?<=\d)(?:,\s*\\!|\{,\}|\\,)\s*(?=\d{3}(?!\d))")
 _BRACED_THOUSANDS = re.compile(r"(?<=\{)\d{1,3}(?:,\d{3})+(?=\})")
+_BLANKS_INSIDE = re.compile(r"(?<!\\)\\[ ,;:]|\s+")
+_REPEATING = re.compile(r"(\d+)\.(\d*)\\overline\{(\d+)\}")
 _COMMAND_ABOVE = re.compile(r"\\[dtc]?frac\s*(\\[A-Za-z]+)\s*(?:(\w)|(?=\{))")
 _COMMAND_BELOW = re.compile(r"(\\[dtc]?frac\s*(?:\d|\{[^{}]*\}))\s*(\\[A-Za-z]+)(?!\s*[\[{A-Za-z])")
 
@@ -53,15 +55,22 @@ _COMMAND_BELOW = re.compile(r"(\\[dtc]?frac\s*(?:\d|\{[^{}]*\}))\s*(\\[A-Za-z]+)
 def tidy(text: str) -> str:
     r"""An answer as math-verify can read it.
 
-    Left alone, it takes `\frac{1}{20,\!000}`, `90°`, `30^\circ.` for unreadable, `\frac\pi 2` for a name, `10\,080` for
-    90.
+    Left alone, it cannot read `\frac{1}{20,\!000}`, `90°`, `30^\circ.`, `\frac\pi 2` and `0.\overline{3}`, and takes
+    `10\,080` for 90.
     """
-    text = re.sub(r"\s+", " ", _SIZES.sub("", text.translate(_SYMBOLS).replace("**", "^")))
+    text = _SIZES.sub("", text.translate(_SYMBOLS).replace("**", "^"))
     text = _END.sub("", _BEGINNING.sub("", _DELIMITERS.sub("", text.strip())))
-    text = _THOUSANDS.sub("", text).replace(r"\!", "")
+    text = _BLANKS_INSIDE.sub(" ", _THOUSANDS.sub("", text).replace(r"\!", ""))
     text = _BRACED_THOUSANDS.sub(lambda number: number[0].replace(",", ""), text)
     text = _COMMAND_ABOVE.sub(lambda part: rf"\frac{{{part[1]}}}" + (f"{{{part[2]}}}" if part[2] else ""), text)
-    return _COMMAND_BELOW.sub(r"\1{\2}", text)
+    return _REPEATING.sub(_as_fraction, _COMMAND_BELOW.sub(r"\1{\2}", text))
+
+
+def _as_fraction(decimal: re.Match[str]) -> str:
+    """A repeating decimal as a fraction: 0.1(6) is (16 - 1) / 90."""
+    whole, fixed, repeated = decimal.groups()
+    numerator = int(whole + fixed + repeated) - int(whole + fixed)
+    return rf"\frac{{{numerator}}}{{{10 ** len(fixed) * (10 ** len(repeated) - 1)}}}"
 
 
 _TEXT = re.compile(r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf|it)|mbox)\s*\{([^{}]*)\}")
