@@ -160,6 +160,21 @@ def test_statistics_by_hand():
     assert (masked["truncated_share"], masked["kept_share"]) == pytest.approx((0, 1 / 2))
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_clip_shares_count_the_tokens_whose_gradient_the_clip_stops(seed):
+    data = random_data(seed, batch=9, drift=0.6)
+    tensors = data.tensors()
+    tensors["logp"].requires_grad_()
+    loss, statistics = policy_loss(OBJECTIVES["grpo"], **tensors)
+    loss.backward()
+    stopped = (tensors["logp"].grad == 0).numpy() & data.mask
+    below = data.logp < data.logp_old
+    assert statistics["clip_low_share"] == pytest.approx((stopped & below).sum() / data.mask.sum())
+    assert statistics["clip_high_share"] == pytest.approx((stopped & ~below).sum() / data.mask.sum())
+    assert 0 < statistics["clip_low_share"] < 0.5
+    assert 0 < statistics["clip_high_share"] < 0.5
+
+
 # ------------------------------------------------------------------------------------- against an independent version
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=60, deadline=None)
