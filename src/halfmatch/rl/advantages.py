@@ -14,8 +14,8 @@ def group_advantages(rewards: Tensor, group_size: int, *, scale_by_std: bool = F
     """Reward minus the mean of its group: [B] → [B] float32.
 
     Each `group_size` rewards in a row belong to one problem. `scale_by_std` divides by the group's standard deviation
-    (unbiased, over n−1, plus 1e-6), as GRPO (arXiv 2402.03300) and the paper's GSPO do; Dr. GRPO (arXiv 2503.20783), and
-    so every other row of the table of objectives, does not, because the division gives easy and hard problems more
+    (unbiased, over n−1, plus 1e-6), as GRPO (arXiv 2402.03300) and the paper's GSPO do. Dr. GRPO (arXiv 2503.20783),
+    and so every other row of the table of objectives, does not, because the division gives easy and hard problems more
     weight. Where all rewards of a group are equal its advantages are 0.
     """
     if group_size < 2:
