@@ -9,9 +9,13 @@ from multiprocessing import Pipe
 from typing import TYPE_CHECKING, Any
 
 from halfmatch.errors import UserError
+from halfmatch.grading import worker
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
+
+# Named through the import, so that a list of what a step runs (see `code_files`) has the grader in it.
+_PROGRAM = f"from {worker.__name__} import main; main()"
 
 START_LIMIT_S = 120.0
 # The limit of a task is processor time, so that a busy machine does not change a verdict; a process that sleeps, or
@@ -39,7 +43,7 @@ class GradingProcess:
         self._connection, other_end = Pipe()
         with other_end:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "halfmatch.grading.worker", str(other_end.fileno())],
+                [sys.executable, "-P", "-c", _PROGRAM, str(other_end.fileno())],
                 pass_fds=[other_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

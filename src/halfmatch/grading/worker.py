@@ -1,6 +1,6 @@
 """A grading process: checks itself, then answers one task after another until its parent is gone.
 
-Started by `process.GradingProcess` as `python -m halfmatch.grading.worker DESCRIPTOR`, a connection's file descriptor.
+Started by `process.GradingProcess` with a connection's file descriptor as its argument.
 """
 
 from __future__ import annotations
@@ -52,5 +52,5 @@ def serve(connection: Connection) -> None:
         connection.send(result)
 
 
-if __name__ == "__main__":
+def main() -> None:
     serve(Connection(int(sys.argv[1])))
