@@ -21,7 +21,7 @@ from halfmatch.config import Config
 from halfmatch.paths import Run
 
 _MODEL_PACKAGES = ("torch", "transformers")
-_GRADING_PACKAGES = ("math-verify",)
+_GRADING_PACKAGES = ("math-verify", "latex2sympy2_extended", "sympy")
 _PROMPT = ("prompt", "grading.rule", "grading.timeout_s")
 _ENGINE = ("engine.slots", "engine.device", "engine.tensor_parallel")
 _INTERVALS = ("report.confidence", "report.bootstrap_samples")
