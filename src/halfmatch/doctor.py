@@ -114,8 +114,8 @@ def missing_parts(config: Config, machine: Machine, installed: dict[str, str]) -
     """What is not here and is, or might be, wanted."""
     engines = {config.engine.name, *config.mismatch.engines, *(config.evaluation.engines if config.evaluation else ())}
     on_gpus = config.engine.device == "cuda"
-    if on_gpus and len(machine.gpus) < max(1, config.engine.tensor_parallel):
-        wanted = max(1, config.engine.tensor_parallel)
+    wanted = config.engine.tensor_parallel * config.engine.data_parallel
+    if on_gpus and len(machine.gpus) < wanted:
         yield Missing(
             f"{wanted} GPU{'s' if wanted > 1 else ''} (engine.device: cuda), {len(machine.gpus)} here",
             True,

@@ -21,23 +21,25 @@ class Progress:
     def __init__(self, what: str, total: int | None, unit: str = "steps"):
         self.what, self.total, self.unit = what, total, unit
         self.done = 0
+        self._note = ""
         self._bar = tqdm(total=total, desc=what, unit=f" {unit}", file=sys.stderr) if sys.stderr.isatty() else None
         self._start = self._last_line = time.monotonic()
 
     def __call__(self, done: int = 1, note: str = "") -> None:
         """`done` more are done; the note says what is worth watching."""
         self.done += done
+        self._note = note or self._note
         if self._bar is not None:
-            self._bar.set_postfix_str(note, refresh=False)
+            self._bar.set_postfix_str(self._note, refresh=False)
             self._bar.update(done)
-            return
-        now = time.monotonic()
-        if now - self._last_line >= SECONDS_BETWEEN_LINES or self.done == self.total:
-            self._last_line = now
-            elapsed = now - self._start
-            of_all = "" if self.total is None else f"/{self.total}"
-            text = f"{self.what}: {self.done}{of_all} {self.unit}, {elapsed:.0f} s"
-            print(f"{text}, {note}" if note else text, file=sys.stderr, flush=True)
+        elif time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES:
+            self._print_line()
+
+    def _print_line(self) -> None:
+        self._last_line = time.monotonic()
+        of_all = "" if self.total is None else f"/{self.total}"
+        text = f"{self.what}: {self.done}{of_all} {self.unit}, {self._last_line - self._start:.0f} s"
+        print(f"{text}, {self._note}" if self._note else text, file=sys.stderr, flush=True)
 
     def __enter__(self) -> Self:
         return self
@@ -47,3 +49,5 @@ class Progress:
     ) -> None:
         if self._bar is not None:
             self._bar.close()
+        elif kind is None:
+            self._print_line()

@@ -17,7 +17,7 @@ def run(config: Config, *, shard: str) -> None:
     problems = paths.of("problems", problems=settings.problems)
     first, step = (int(number) for number in shard.split("-of-"))
     mine = artifacts.read(problems, "problems")
-    mine = mine.take(range(first, mine.num_rows, step))
+    mine = mine.take(list(range(first, mine.num_rows, step)))
     with Sampler(
         config, model, engine=config.engine.name, precision=settings.precision, sampling=settings.sampling
     ) as sampler:
