@@ -10,6 +10,7 @@ from halfmatch.config import EngineSettings, Sampling, Training
 from halfmatch.engines import Completion
 from halfmatch.errors import UserError
 from halfmatch.precision import Precision
+from halfmatch.rl.batching import collate
 from halfmatch.rl.checkpoints import Checkpoints
 from halfmatch.rl.objectives import OBJECTIVES
 from halfmatch.rl.rollouts import Problem
@@ -164,8 +165,8 @@ def plain_training(model, engine, name, training, steps_drawn):
         with torch.no_grad():
             old = [log_prob(*pair) for pair in zip(requests, responses, strict=True)]
         size = len(requests) // training.gradient_steps
-        for start in range(0, len(requests), size):
-            rows = range(start, start + size)
+        for first in range(training.gradient_steps):
+            rows = range(first, len(requests), training.gradient_steps)
             loss = (
                 sum(
                     plain_loss(
@@ -225,6 +226,14 @@ def test_gradient_does_not_depend_on_the_split_into_micro_batches(build, name):
             torch.testing.assert_close(gradient, first, atol=1e-4 * float(first.abs().max()), rtol=0)
         assert losses == pytest.approx(found[0][1], rel=1e-5, abs=1e-5)
         assert entropies == pytest.approx(found[0][2], rel=1e-5)
+
+
+def test_every_step_sees_every_problem_and_every_response_has_one_step(build):
+    trainer = build(training=settings(prompts_per_iteration=3, samples_per_prompt=4, gradient_steps=2))
+    batch = collate([[2]] * 12, [[3, EOS]] * 12, {EOS})
+    steps = [torch.cat(plan).tolist() for plan in trainer.plan(batch)]
+    assert sorted(row for step in steps for row in step) == list(range(12))
+    assert [sorted({row // 4 for row in step}) for step in steps] == [[0, 1, 2], [0, 1, 2]]
 
 
 # ------------------------------------------------------------------------------------------------ ratios and passes

@@ -210,17 +210,16 @@ class Trainer:
             self.engine.load_weights(self.masters.named())
 
     def plan(self, batch: Batch) -> list[Plan]:
-        """Split an iteration's rows into gradient steps, in their order, and each step's rows into micro-batches.
+        """Split an iteration's rows into gradient steps, and each step's rows into micro-batches.
 
-        Both the π(θ') pass and the gradient steps follow it: with the same shapes, the same weights give the same bits,
+        The samples of a problem are dealt out to the steps, so that every step sees as many problems as it can. Both
+        the π(θ') pass and the gradient steps follow the plan: with the same shapes the same weights give the same bits,
         so the ratio π(θ)/π(θ') of the first step is exactly 1.
         """
-        steps = torch.arange(len(batch.input_ids)).chunk(self.settings.gradient_steps)
-        lengths = batch.lengths
-        return [
-            [rows[part] for part in micro_batches(lengths[rows].tolist(), self.settings.micro_batch_tokens)]
-            for rows in steps
-        ]
+        rows, steps = torch.arange(len(batch.input_ids)), self.settings.gradient_steps
+        lengths, budget = batch.lengths, self.settings.micro_batch_tokens
+        hands = [rows[step::steps] for step in range(steps)]
+        return [[hand[part] for part in micro_batches(lengths[hand].tolist(), budget)] for hand in hands]
 
     def experience(self, rollouts: Rollouts, plans: Sequence[Plan]) -> Experience:
         """Rewards become advantages; the π(θ') pass runs where the objective needs it."""
