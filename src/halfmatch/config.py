@@ -178,7 +178,7 @@ class Sampling(Section):
 
 # -------------------------------------------------------------------------------------------------------------- steps
 class Solvability(Section):
-    model: Name = Field("gain120", description="model whose solve rates make the perfectible set")
+    model: Name = Field("gain320", description="model whose solve rates make the perfectible set")
     problems: Name = Field("train", description="problem set to sample")
     samples: int = Field(40, ge=1, le=10_000, description="responses a problem [paper: 40]")
     shards: int = Field(2, ge=1, le=100_000, description="jobs that the problems are split into")
@@ -204,7 +204,7 @@ class GradientFidelity(Section):
 class Mismatch(Section):
     """The offline measurement: rollouts in one dtype, the same token ids scored by the trainer."""
 
-    models: tuple[Name, ...] = Field(("gain16", "gain48", "gain120"), min_length=1, description="models to measure")
+    models: tuple[Name, ...] = Field(("gain16", "gain120", "gain320"), min_length=1, description="models to measure")
     problems: tuple[Name, ...] = Field(("all",), min_length=1, description="problem sets to sample")
     engines: tuple[EngineName, ...] = Field(("transformers",), min_length=1, description="rollout engines")
     precisions: tuple[Name, ...] = Field(
@@ -304,8 +304,8 @@ def _continued(start: Name, gain: float, learning_rate: float) -> ModelSource:
 def _laptop_models() -> dict[Name, ModelSource]:
     return {
         "gain16": ModelSource(source="bootstrap", bootstrap=Bootstrap()),
-        "gain48": _continued("gain16", gain=48, learning_rate=3e-4),
-        "gain120": _continued("gain48", gain=120, learning_rate=1e-4),
+        "gain120": _continued("gain16", gain=120, learning_rate=3e-4),
+        "gain320": _continued("gain120", gain=320, learning_rate=1.5e-4),
     }
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -21,9 +21,10 @@ from transformers import GenerationConfig, PreTrainedModel, Qwen3Config, Qwen3Fo
 
 from halfmatch.config import Bootstrap
 from halfmatch.models.folder import save
-from halfmatch.models.tiny_tokenizer import EOS, EQUALS, PAD, THINKING, TIMES, TOKEN_IDS, VOCABULARY, make_tokenizer
+from halfmatch.models.tiny_tokenizer import EOS, EQUALS, PAD, THINKING, TOKEN_IDS, VOCABULARY, make_tokenizer
+from halfmatch.problems.generator import products
 
-FACTORS = range(2, 10)
+FACTORS = (2, 9)  # the lowest and the highest
 PROMPT_TOKENS = 3
 ANSWER_TOKENS = 2
 LONGEST_SEQUENCE = 512  # positions that the configuration declares
@@ -44,13 +45,12 @@ class Demonstrations:
     """Draws demonstrations. `wrong_share` [problems]: how often each problem's demonstrations are wrong."""
 
     def __init__(self, bootstrap: Bootstrap, seed: int):
-        pairs = [(left, right) for left in FACTORS for right in FACTORS]
-        products = sorted({left * right for left, right in pairs})
+        problems, answers = zip(*products(*FACTORS), strict=True)
         self.thinking_tokens = bootstrap.thinking_tokens
-        self.factors = torch.tensor(pairs)
-        self.correct = self.factors.prod(dim=1)
-        self.wrong = torch.tensor([[p for p in products if p != left * right] for left, right in pairs])
-        self.wrong_share = _spread(pairs, bootstrap.wrong_share, seed)
+        self.prompts = _encode(problems)
+        self.correct = _encode(answers)
+        self.wrong = torch.stack([_encode([a for a in sorted(set(answers)) if a != answer]) for answer in answers])
+        self.wrong_share = _spread(problems, bootstrap.wrong_share, seed)
 
     def draw(self, size: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         """`size` demonstrations: input ids [size, T], padded on the right, and their lengths, EOS included [size]."""
@@ -59,35 +59,36 @@ class Demonstrations:
             return torch.randint(low, high, shape, generator=generator)
 
         shortest, longest = self.thinking_tokens
-        problem = uniform(0, len(self.factors), size)
+        problem = uniform(0, len(self.prompts), size)
         is_wrong = torch.rand(size, generator=generator) < self.wrong_share[problem]
         wrong = self.wrong[problem, uniform(0, self.wrong.shape[1], size)]
-        answer = torch.where(is_wrong, wrong, self.correct[problem])
+        answer = torch.where(is_wrong[:, None], wrong, self.correct[problem])
         equals = PROMPT_TOKENS + uniform(shortest, longest + 1, size)
 
-        zero, first_thinking = TOKEN_IDS["0"], TOKEN_IDS[THINKING[0]]
+        first_thinking = TOKEN_IDS[THINKING[0]]
         ids = uniform(first_thinking, first_thinking + len(THINKING), size, PROMPT_TOKENS + longest + ANSWER_TOKENS + 2)
-        ids[:, 0], ids[:, 1], ids[:, 2] = (
-            zero + self.factors[problem, 0],
-            TOKEN_IDS[TIMES],
-            zero + self.factors[problem, 1],
-        )
+        ids[:, :PROMPT_TOKENS] = self.prompts[problem]
         rows = torch.arange(size)
         ids[rows, equals] = TOKEN_IDS[EQUALS]
-        ids[rows, equals + 1] = zero + answer // 10
-        ids[rows, equals + 2] = zero + answer % 10
-        ids[rows, equals + 3] = TOKEN_IDS[EOS]
+        for digit in range(ANSWER_TOKENS):
+            ids[rows, equals + 1 + digit] = answer[:, digit]
         lengths = equals + ANSWER_TOKENS + 2
+        ids[rows, lengths - 1] = TOKEN_IDS[EOS]
         ids[torch.arange(ids.shape[1]) >= lengths[:, None]] = TOKEN_IDS[PAD]
         return ids, lengths
 
 
-def _spread(pairs: list[tuple[int, int]], limits: tuple[float, float], seed: int) -> torch.Tensor:
+def _encode(texts: Iterable[str]) -> torch.Tensor:
+    """Texts of one length as token ids [texts, length]."""
+    return torch.tensor([[TOKEN_IDS[character] for character in text] for text in texts])
+
+
+def _spread(problems: Sequence[str], limits: tuple[float, float], seed: int) -> torch.Tensor:
     """Shares from the lower to the upper limit in equal steps, to the problems in the order of a hash of each."""
-    hashes = [hashlib.sha256(f"{seed} {left}x{right}".encode()).digest() for left, right in pairs]
-    order = sorted(range(len(pairs)), key=lambda problem: hashes[problem])
-    shares = torch.empty(len(pairs))
-    shares[torch.tensor(order)] = torch.linspace(*limits, len(pairs))
+    hashes = [hashlib.sha256(f"{seed} {problem}".encode()).digest() for problem in problems]
+    order = sorted(range(len(problems)), key=lambda number: hashes[number])
+    shares = torch.empty(len(problems))
+    shares[torch.tensor(order)] = torch.linspace(*limits, len(problems))
     return shares
 
 
