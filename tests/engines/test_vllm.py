@@ -308,3 +308,28 @@ def test_memory_does_not_grow_with_weight_updates(tmp_path: Path) -> None:
     grown = updates(20) - updates(3)
     engine.close()
     assert grown < 200e6
+
+
+def test_a_split_model_gives_what_a_whole_one_gives(tiny_model_folder: Path) -> None:
+    """Tensor parallelism runs workers of their own, which read new weights from a file."""
+    changed = changed_weights(tiny_model_folder)
+    found = []
+    for tensor_parallel in (1, 2):
+        settings = SETTINGS.model_copy(update={"tensor_parallel": tensor_parallel, "gpu_memory": 0.1})
+        engine = VllmEngine(tiny_model_folder, Precision.named("fp32"), settings)
+        assert engine.description["tensor_parallel"] == tensor_parallel
+        before = engine.generate(SHORT, NEVER_STOP, stop_token_ids=[])
+        engine.load_weights(changed.items())
+        found.append(before + engine.generate(SHORT, NEVER_STOP, stop_token_ids=[]))
+        engine.close()
+    whole, split = found
+    assert [completion.token_ids for completion in whole] == [completion.token_ids for completion in split]
+    np.testing.assert_allclose(
+        [completion.logprobs for completion in whole], [completion.logprobs for completion in split], atol=1e-4
+    )
+    assert whole[: len(SHORT)] != whole[len(SHORT) :]
+
+
+def test_a_device_that_this_vllm_does_not_run_on_is_refused(tiny_model_folder: Path) -> None:
+    with pytest.raises(UserError, match=r"engine\.device is cuda, and the installed vLLM"):
+        VllmEngine(tiny_model_folder, Precision.named("bf16"), SETTINGS.model_copy(update={"device": "cuda"}))
