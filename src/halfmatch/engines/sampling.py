@@ -24,7 +24,7 @@ def log_distribution(logits: torch.Tensor, temperature: float, top_p: float = 1.
 def draw(logprobs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """Token ids [N]: the inverse CDF of `logprobs` [N, V], over token ids in order, at `uniforms` [N] in [0, 1).
 
-    The CDF is summed in float64, which the uniforms are in. A row depends on itself alone, and a token of probability zero is never drawn.
+    CDF and uniforms are float64. A row depends on itself alone, and a token of probability zero is never drawn.
     """
     cdf = logprobs.double().exp().cumsum(-1)
     total = cdf[:, -1:].contiguous()

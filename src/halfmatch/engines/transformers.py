@@ -42,6 +42,8 @@ class TransformersEngine:
     def __init__(self, model: Path, precision: Precision, settings: EngineSettings):
         self._slots = settings.slots
         self._device = torch.device(settings.device)
+        if self._device.type == "cuda" and not torch.cuda.is_available():
+            raise UserError("engine.device is cuda, and torch sees no GPU on this machine; set it to cpu")
         loaded = models.load(model, torch.float32 if precision.fp32_modules else torch_dtype(precision.rollout))
         self._model = loaded.to(self._device)
         cast_model(self._model, precision.rollout, precision.fp32_modules, precision.emulate)
