@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from halfmatch.config import EngineSettings, Sampling, Training
-from halfmatch.engines import Completion
+from halfmatch.engines import Completion, NonFiniteError
 from halfmatch.errors import UserError
 from halfmatch.precision import Precision
 from halfmatch.rl.batching import collate
@@ -352,6 +352,32 @@ def test_collapse_is_recorded_with_its_step_and_no_traceback(build, tmp_path, ca
     assert f"step 4: {events[4]}" in caplog.text
     assert "iteration-00000002.pt" in caplog.text
     assert all(weight.isfinite().all() for _, weight in trainer.masters.named())
+
+
+class BlindEngine(CannedEngine):
+    """From the given call on, the logits are NaN."""
+
+    def __init__(self, call):
+        super().__init__()
+        self.call = call
+
+    def generate(self, requests, sampling, **options):
+        if sum(kind == "generate" for kind, _ in self.calls) + 1 == self.call:
+            raise NonFiniteError("the logits are not finite")
+        return super().generate(requests, sampling, **options)
+
+
+def test_a_run_whose_engine_cannot_sample_any_more_ends_with_its_log(build, tmp_path):
+    trainer = build(engine=BlindEngine(3), training=settings(iterations=5))
+    rows = trainer.run(Checkpoints(tmp_path, course={}, keep=1), quiet)
+    assert [row["event"] for row in rows] == [None] * 3 + ["stopped: the logits are not finite"]
+    again = build(engine=BlindEngine(1), training=settings(iterations=5))
+    assert repr(again.run(Checkpoints(tmp_path, course={}, keep=1), quiet)) == repr(rows)
+
+
+def test_an_engine_that_cannot_sample_at_all_is_an_error(build, tmp_path):
+    with pytest.raises(NonFiniteError):
+        build(engine=BlindEngine(1)).run(Checkpoints(tmp_path, course={}, keep=1), quiet)
 
 
 def test_a_run_that_ended_early_stays_ended(build, tmp_path):

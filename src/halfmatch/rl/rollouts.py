@@ -60,7 +60,7 @@ class Rollouts:
     batch: Batch
     logp_rollout: torch.Tensor  # log μ, [B, R] float32 nats, 0 outside the response mask
     rewards: torch.Tensor  # [B] float32: 1 or 0, the mean of its group where the grader timed out
-    verdicts: list[str]  # [B]
+    verdicts: Sequence[str]  # [B]
 
     def share(self, verdict: str) -> float:
         return self.verdicts.count(verdict) / len(self.verdicts)
