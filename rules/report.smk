@@ -1,13 +1,15 @@
 rule report:
     input:
+        excluded=pipeline.results("problems", "excluded"),
         perfectible=pipeline.pattern("perfectible"),
+        rollouts=pipeline.results("rollouts"),
         scores=pipeline.results("scores"),
         mismatch=pipeline.results("mismatch"),
-        curves=pipeline.results("mismatch", "mismatch_curves"),
         fidelity=pipeline.results("fidelity"),
         training=pipeline.results("train", "training_log"),
         counts=pipeline.results("evaluate", "evaluation"),
         evaluation=pipeline.results("evaluate"),
+        preset="config/paper.yaml",
         code=pipeline.code("report"),
     output:
         page=report(

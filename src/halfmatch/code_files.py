@@ -29,7 +29,9 @@ def code_files(step: str) -> tuple[Path, ...]:
             continue
         reached.add(module)
         waiting += _imported(_source(module))
-        waiting.append(module.rpartition(".")[0])
+        package = module.rpartition(".")[0]
+        if _source(package).is_file():  # importing a module runs its package's too, where that has code
+            waiting.append(package)
     files = {_source(module) for module in reached}
     data = {file for source in files if source.name == "__init__.py" for file in _data_files(source.parent)}
     return tuple(sorted(file.relative_to(PACKAGE) for file in files | data))
@@ -53,7 +55,7 @@ def _imported(source: Path) -> Iterator[str]:
 
 
 def _data_files(package: Path) -> Iterator[Path]:
-    """The files of a package that are not Python: templates, styles."""
-    for file in package.iterdir():
-        if file.is_file() and file.suffix not in (".py", ".pyc", ".typed") and not file.name.startswith("."):
+    """The files below a package that are not Python: templates, styles."""
+    for file in package.rglob("*"):
+        if file.is_file() and file.suffix not in (".py", ".pyc") and not file.name.startswith("."):
             yield file

@@ -86,7 +86,8 @@ def _stages(config: Config) -> Iterator[tuple[str, Stage]]:
     if config.evaluation:
         report_on.append("evaluation")
         yield from _evaluations(config, config.evaluation)
-    reads = [_path("perfectible"), *(f"${{output}}/{folder}" for folder in report_on)]
+    reads = [_path("excluded", problems=name) for name in jobs.problem_sets(config)]
+    reads += [_path("perfectible"), *(f"${{output}}/{folder}" for folder in report_on), "config/paper.yaml"]
     yield "report", _stage("report", ["headline", "report", "figures"], reads)
 
 
