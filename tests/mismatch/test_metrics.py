@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfmatch.mismatch.metrics import gradient_fidelity, log_sum, sequence_metrics, token_metrics
+from halfmatch.mismatch.metrics import gradient_fidelity, log_sum, log_sums, sequence_metrics, token_metrics
 
 # π = (1/2, 1/4), (1/2); μ = (1/4, 1/2), (1/2): d = (L, −L), (0) with L = ln 2
 L = math.log(2)
@@ -202,6 +202,19 @@ def test_log_sum_counts_and_survives_any_range():
     assert log_sum(logs)[0] == pytest.approx(3000)
     assert log_sum(logs, np.array([[2.0, 0.0, 0.0]]))[0] == pytest.approx(-2000 + math.log(2))
     assert log_sum(logs, np.zeros((1, 3)))[0] == -math.inf
+
+
+@given(
+    st.lists(st.lists(st.floats(-3000, 3000) | st.just(-math.inf), min_size=3, max_size=3), min_size=1, max_size=6),
+    st.data(),
+)
+def test_log_sums_are_log_sum_of_every_column_and_resample(logs, data):
+    counts = data.draw(
+        st.lists(st.lists(st.integers(0, 3), min_size=len(logs), max_size=len(logs)), min_size=1, max_size=4)
+    )
+    logs, counts = np.array(logs), np.array(counts, dtype=np.float64)
+    expected = [[log_sum(column, row) for column in logs.T] for row in counts]
+    assert log_sums(logs, counts) == pytest.approx(np.array(expected), rel=1e-12, abs=1e-12)
 
 
 # --------------------------------------------------------------------------------------------------------- gradients

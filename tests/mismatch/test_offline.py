@@ -8,6 +8,7 @@ import pytest
 
 from halfmatch import artifacts
 from halfmatch.errors import UserError
+from halfmatch.mismatch import offline
 from halfmatch.mismatch.metrics import sequence_metrics, token_metrics
 from halfmatch.mismatch.offline import analyse, curves, write_curves
 
@@ -200,6 +201,30 @@ def test_one_table_or_several_row_groups_or_files_are_the_same(tmp_path, monkeyp
     grouped = scores(tmp_path / "grouped.parquet", problems)
     assert artifacts.open_table(grouped, "scores").num_row_groups > 5
     assert flat(analyse(grouped, **SETTINGS)) == pytest.approx(flat(whole), rel=1e-9, abs=1e-12, nan_ok=True)
+
+
+def test_pieces_of_any_size_are_the_same(tmp_path, monkeypatch, problems):
+    path = scores(tmp_path / "scores.parquet", {**problems, "zempty": [([], []), ([-1.0, -2.0], [-1.5, -1.0])]})
+    whole = analyse(path, **SETTINGS)
+    for tokens in (1, 100):
+        monkeypatch.setattr(offline, "TOKENS_A_PIECE", tokens)
+        assert flat(analyse(path, **SETTINGS)) == pytest.approx(flat(whole), rel=1e-9, abs=1e-12, nan_ok=True)
+
+
+def test_of_many_problems_groups_are_resampled(tmp_path, monkeypatch):
+    problems = random_problems(problems=40)
+    path = scores(tmp_path / "scores.parquet", problems)
+    alone = analyse(path, **SETTINGS)
+    monkeypatch.setattr(offline, "MAX_UNITS", 10)
+    grouped = analyse(path, **SETTINGS)
+    assert grouped["problems"] == 40
+    for name, estimate in alone["metrics"].items():
+        assert grouped["metrics"][name]["value"] == pytest.approx(estimate["value"], rel=1e-9)
+    by_hand = {f"g{unit}": [pair for name in list(problems)[unit::10] for pair in problems[name]] for unit in range(10)}
+    expected = analyse(scores(tmp_path / "by_hand.parquet", by_hand), **SETTINGS)
+    for name in ("k3", "sigma", "ess_share"):
+        assert grouped["metrics"][name] == pytest.approx(expected["metrics"][name], rel=1e-9)
+    assert grouped["metrics"]["k3"]["low"] != alone["metrics"]["k3"]["low"]
 
 
 def flat(value, name=""):

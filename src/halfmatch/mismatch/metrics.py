@@ -27,6 +27,9 @@ FloatArray = NDArray[np.float64]
 # |d| in nats above which a token's share is reported: about 1 %, 10 % and a factor e of its probability.
 THRESHOLDS = (0.01, 0.1, 1.0)
 
+# A sum of exponentials below this has lost terms to the underflow of float64.
+_SMALLEST_TOTAL = 1e-280
+
 # Below 1 by as much as rounding may leave a cosine of equal gradients, so that its artanh is finite.
 _LARGEST_COSINE = 1 - 2**-52
 
@@ -79,13 +82,14 @@ def token_terms(logp_train: FloatArray, logp_rollout: FloatArray) -> dict[str, F
     d = np.where(finite, d, 0.0)
     with np.errstate(over="ignore", invalid="ignore"):
         difference = np.where(finite, np.exp(logp_train) - np.exp(logp_rollout), 0.0)
+        excess = np.expm1(d)  # e^d − 1
         return {
             "tokens": finite.astype(np.float64),
             "non_finite_tokens": (~finite).astype(np.float64),
             "d": d,
             "d_squared": d * d,
-            "k3": np.expm1(d) - d,
-            "chi2": np.expm1(2 * d),
+            "k3": excess - d,
+            "chi2": excess * (excess + 2),
             "prob_diff": difference,
             "abs_prob_diff": np.abs(difference),
             **{f"above_{threshold:g}": (np.abs(d) > threshold).astype(np.float64) for threshold in THRESHOLDS},
@@ -162,6 +166,21 @@ def log_sum(logs: FloatArray, counts: FloatArray | None = None) -> FloatArray:
     top = np.where(np.isfinite(top), top, 0.0)
     with np.errstate(divide="ignore"):
         return np.log((counts * np.exp(logs - top)).sum(axis=-1)) + top[..., 0]
+
+
+def log_sums(logs: FloatArray, counts: FloatArray) -> FloatArray:
+    """`log_sum` of every column of logs [P, C] with every row of counts [R, P]: [R, C], by one matrix product."""
+    top = logs.max(axis=0)
+    scale = np.where(np.isfinite(top), top, 0.0)
+    totals = counts @ np.exp(logs - scale)
+    with np.errstate(divide="ignore"):
+        sums = np.log(totals) + scale
+    # Too far below the largest of their column to have all digits: they are summed on a scale of their own.
+    lost = (totals < _SMALLEST_TOTAL) & (top > -np.inf)
+    for column in np.flatnonzero(lost.any(axis=0)):
+        rows = lost[:, column]
+        sums[rows, column] = log_sum(logs[:, column], counts[rows])
+    return sums
 
 
 def extremes(values: FloatArray) -> tuple[float, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,14 @@ from numpy.typing import NDArray
 
 from halfmatch import artifacts
 from halfmatch.errors import UserError
-from halfmatch.mismatch.metrics import FloatArray, log_sum, sequence_values, token_values
-from halfmatch.mismatch.sums import BATCHES, BUCKETS, CUTS, EDGES, LAGS, Sums, sums_of
+from halfmatch.mismatch.metrics import FloatArray, log_sums, sequence_values, token_values
+from halfmatch.mismatch.sums import BATCHES, BUCKETS, CUTS, EDGES, LAGS, Sums
 from halfmatch.statistics import bootstrap
 
+# What a bootstrap resamples are at most so many problems, or groups of problems.
+MAX_UNITS = 1024
+# Tokens that are turned into float64 and summed at a time: what a core's cache holds.
+TOKENS_A_PIECE = 1 << 16
 # Numbers of tokens and responses are what they are; a resample of them means nothing.
 _COUNTS = ("tokens", "non_finite_tokens", "sequences")
 _LAW = ("kl_sequence", "sigma", "sigma_predicted", "ess", "ess_share", "ess_share_predicted")
@@ -25,7 +28,8 @@ def analyse(scores: Path | Sequence[Path], *, bootstrap_samples: int, seed: int,
     """Read scores a row group at a time and measure. The result, where an estimate is {value, low, high}:
 
     problems, sequences, tokens, non_finite_sequences, non_finite_tokens: counts
-    confidence, bootstrap_samples: of the intervals, which resample problems
+    confidence, bootstrap_samples: of the intervals, which resample problems (of more than MAX_UNITS, as many groups of
+        problems)
     metrics: by name, estimates of everything in `token_metrics` and `sequence_metrics`; the extremes max_prob_diff and
         min_prob_diff have no interval, because a bootstrap of an extreme has none
     positions: a row a bucket of positions in the response: start, stop (null for the last), tokens, token metrics
@@ -38,13 +42,17 @@ def analyse(scores: Path | Sequence[Path], *, bootstrap_samples: int, seed: int,
     A number that is undefined, as sigma is for one response, is NaN; so are the intervals for a single problem.
     """
     paths = [scores] if isinstance(scores, Path) else list(scores)
-    problems = _problem_sums(paths)
+    sums, problems = _sum_up(paths)
     if not problems:
         raise UserError(f"{', '.join(map(str, paths))}: no responses to measure")
-    additive = {name: np.stack([one.additive[name] for one in problems]) for name in problems[0].additive}
-    log_weights = np.stack([one.log_weights for one in problems])  # [P, 2, BUCKETS]
+    units = min(problems, MAX_UNITS)
+    additive = {name: total[:units] for name, total in sums.additive.items()}
     estimates = bootstrap(
-        _statistics(additive, log_weights), len(problems), samples=bootstrap_samples, seed=seed, confidence=confidence
+        _statistics(additive, sums.log_weights[:units]),
+        units,
+        samples=bootstrap_samples,
+        seed=seed,
+        confidence=confidence,
     )
 
     def estimate(name: str, *column: int) -> dict[str, float]:
@@ -57,14 +65,11 @@ def analyse(scores: Path | Sequence[Path], *, bootstrap_samples: int, seed: int,
     def names(group: str) -> list[str]:
         return [name.partition(".")[2] for name in estimates if name.startswith(f"{group}.")]
 
-    extremes = {
-        "max_prob_diff": float(np.fmax.reduce([one.largest for one in problems])),
-        "min_prob_diff": float(np.fmin.reduce([one.smallest for one in problems])),
-    }
+    extremes = {"max_prob_diff": float(sums.largest), "min_prob_diff": float(sums.smallest)}
     positions = [column for column in range(BUCKETS) if count("position.tokens", column)]
     lengths = [column for column in range(len(CUTS)) if count("sequence.sequences", column)]
     return {
-        "problems": len(problems),
+        "problems": problems,
         "sequences": count("sequence.sequences"),
         "tokens": int(additive["position.tokens"].sum()),
         "non_finite_sequences": count("non_finite_sequences"),
@@ -141,30 +146,51 @@ def write_curves(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
             file.write(f"{row['curve']},{row['x']},{','.join(numbers)}\n")
 
 
-def _problem_sums(paths: Sequence[Path]) -> list[Sums]:
-    """The sums of every problem, in the order in which problems first appear."""
-    problems: dict[str, Sums] = {}
+class _Units:
+    """Which unit each problem is in: one of its own, in the order in which problems first appear, as long as there are
+    units left; then they go round, so that memory and the bootstrap do not grow with the number of problems."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, int] = {}
+
+    def of(self, problem_ids: Sequence[str]) -> NDArray[np.int64]:
+        of = self._of
+        return np.array([of.setdefault(name, len(of) % MAX_UNITS) for name in problem_ids], dtype=np.int64)
+
+    @property
+    def problems(self) -> int:
+        return len(self._of)
+
+
+def _sum_up(paths: Sequence[Path]) -> tuple[Sums, int]:
+    """The sums over all tables, a row a unit, and how many problems there are."""
+    sums, units = Sums(MAX_UNITS), _Units()
     for path in paths:
-        for problem_id, lengths, logp_train, logp_rollout in _pieces(path):
-            sums = sums_of(lengths, logp_train, logp_rollout)
-            problems[problem_id] = problems[problem_id] + sums if problem_id in problems else sums
-    return list(problems.values())
+        for group in artifacts.row_groups(path, "scores", ["problem_id", "logp_rollout", "logp_train"]):
+            of_row = units.of(group["problem_id"].to_pylist())
+            train, rollout = (group[name].combine_chunks() for name in ("logp_train", "logp_rollout"))
+            lengths = train.value_lengths().to_numpy().astype(np.int64)
+            if not np.array_equal(lengths, rollout.value_lengths().to_numpy()):
+                raise ValueError(f"{path}: a response has another number of log π than of log μ")
+            tokens_train, tokens_rollout = (column.flatten().to_numpy() for column in (train, rollout))
+            for rows, tokens in _pieces(lengths):
+                sums.add(
+                    of_row[rows],
+                    lengths[rows],
+                    tokens_train[tokens].astype(np.float64),
+                    tokens_rollout[tokens].astype(np.float64),
+                )
+    return sums, units.problems
 
 
-def _pieces(path: Path) -> Iterator[tuple[str, NDArray[np.int64], FloatArray, FloatArray]]:
-    """Runs of rows of one problem: its id, lengths [n], log π and log μ of the tokens laid end to end."""
-    for group in artifacts.row_groups(path, "scores", ["problem_id", "logp_rollout", "logp_train"]):
-        ids = np.array(group["problem_id"].to_pylist(), dtype=object)
-        train, rollout = (group[name].combine_chunks() for name in ("logp_train", "logp_rollout"))
-        lengths = train.value_lengths().to_numpy().astype(np.int64)
-        if not np.array_equal(lengths, rollout.value_lengths().to_numpy()):
-            raise ValueError(f"{path}: a response has another number of log π than of log μ")
-        flat_train, flat_rollout = (column.flatten().to_numpy().astype(np.float64) for column in (train, rollout))
-        ends = np.cumsum(lengths)
-        changes = np.flatnonzero(ids[1:] != ids[:-1]) + 1
-        for first, last in itertools.pairwise([0, *changes, len(ids)]):
-            tokens = slice(ends[first] - lengths[first], ends[last - 1])
-            yield ids[first], lengths[first:last], flat_train[tokens], flat_rollout[tokens]
+def _pieces(lengths: NDArray[np.int64]) -> Iterator[tuple[slice, slice]]:
+    """Consecutive rows and their tokens, in pieces of about TOKENS_A_PIECE; no row is split."""
+    ends = np.cumsum(lengths)
+    last_rows = np.flatnonzero(np.diff(ends // TOKENS_A_PIECE, append=-1))
+    first_row = first_token = 0
+    for row in last_rows + 1:
+        yield slice(first_row, row), slice(first_token, ends[row - 1])
+        first_row, first_token = row, ends[row - 1]
 
 
 def _statistics(
@@ -178,12 +204,9 @@ def _statistics(
             {name.partition(".")[2]: value for name, value in total.items() if name.startswith(f"{group}.")}
             for group in ("position", "sequence", "lag", "batch")
         )
-        logs = np.full((2, len(counts), BUCKETS), -np.inf)
-        for power in range(2):
-            for column in range(BUCKETS):
-                logs[power, :, column] = log_sum(log_weights[:, power, column], counts)
+        log_weight_sums = [log_sums(log_weights[:, power], counts) for power in range(2)]
         by_token = token_values({name: value.sum(axis=1) for name, value in position.items()})
-        by_sequence = sequence_values(sequence, logs[0], logs[1])
+        by_sequence = sequence_values(sequence, *log_weight_sums)
         with np.errstate(divide="ignore", invalid="ignore"):
             n, x, y = lag["n"], lag["x"], lag["y"]
             spread = np.sqrt((lag["xx"] - x**2 / n) * (lag["yy"] - y**2 / n))

@@ -1,17 +1,20 @@
-"""The sums that all offline mismatch numbers are made of, for one problem, from pieces of a stream of responses.
+"""The sums that all offline mismatch numbers are made of, from pieces of a stream of responses.
 
-They take the same memory however many responses a problem has. Over problems they add with any weights, so a bootstrap
-resample is a matrix product and reads no response again.
+They are kept for each of a number of units (problems, or groups of them) and take the same memory however many
+responses a unit has. Over units they add with any weights, so a bootstrap resample is a matrix product and reads no
+response again.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
-from halfmatch.mismatch.metrics import FloatArray, extremes, log_sum, sequence_terms, token_terms
+from halfmatch.mismatch.metrics import FloatArray, extremes, sequence_terms, token_terms
+
+IntArray = NDArray[np.int64]
 
 # Buckets of positions in a response: [0, 16), [16, 32), [32, 64), … tokens; the last one is open.
 EDGES = np.array([0, *(16 * 2**power for power in range(17))])
@@ -22,9 +25,8 @@ LAGS = (1, 2, 4, 8, 16)
 BATCHES = (1, 4, 16, 64)
 
 
-@dataclass(frozen=True)
 class Sums:
-    """What a set of responses of one problem adds up to. Names in `additive`, with their columns:
+    """What responses add up to, a row a unit. Names in `additive`, with their columns:
 
     position.X         X of `token_terms`, by bucket [BUCKETS]
     sequence.X         X of `sequence_terms`, of the responses that reach each of CUTS, cut there, and of all, whole
@@ -32,73 +34,119 @@ class Sums:
     lag.X              n, x, y, xx, yy, xy of the pairs x = d_t, y = d_{t+lag} inside a response [LAGS]
     batch.X            n, sum, squares of Σd over consecutive full batches of tokens of a response [BATCHES]
     non_finite_sequences [1]: responses that hold a non-finite d; they count in `position` alone
+
+    `log_weights` [units, 2, BUCKETS]: log Σw and log Σw² of the responses in `sequence`. `largest` and `smallest`: of
+    π − μ over all tokens, NaN where there are none.
     """
 
-    additive: dict[str, FloatArray]
-    log_weights: FloatArray  # [2, BUCKETS]: log Σw and log Σw² of the responses in `sequence`
-    largest: float  # π − μ
-    smallest: float
+    def __init__(self, units: int):
+        self.units = units
+        self.additive: dict[str, FloatArray] = {}
+        self.log_weights = np.full((units, 2, BUCKETS), -np.inf)
+        self.largest = self.smallest = np.nan
 
-    def __add__(self, other: Sums) -> Sums:
-        return Sums(
-            {name: value + other.additive[name] for name, value in self.additive.items()},
-            np.logaddexp(self.log_weights, other.log_weights),
-            float(np.fmax(self.largest, other.largest)),
-            float(np.fmin(self.smallest, other.smallest)),
-        )
+    def add(self, units: IntArray, lengths: IntArray, logp_train: FloatArray, logp_rollout: FloatArray) -> None:
+        """Add responses laid end to end: unit and length of each [n], log π and log μ of their tokens [Σ lengths].
 
+        Responses of one unit should follow each other: the work of adding grows with the number of changes.
+        """
+        terms = token_terms(logp_train, logp_rollout)
+        by_bucket = _by_bucket(terms, lengths)
+        self._add_all("position", units, by_bucket)
+        largest, smallest = extremes(terms["prob_diff"][terms["tokens"] > 0])
+        self.largest, self.smallest = np.fmax(self.largest, largest), np.fmin(self.smallest, smallest)
 
-def sums_of(lengths: NDArray[np.int64], logp_train: FloatArray, logp_rollout: FloatArray) -> Sums:
-    """Sums of responses laid end to end: their lengths [n], and log π and log μ of their tokens [Σ lengths]."""
-    response = np.repeat(np.arange(len(lengths)), lengths)
-    position = np.arange(len(response)) - (np.cumsum(lengths) - lengths)[response]
-    bucket = np.searchsorted(EDGES, position, side="right") - 1
-    terms = token_terms(logp_train, logp_rollout)
-    additive = {f"position.{name}": _totals(bucket, term, BUCKETS) for name, term in terms.items()}
+        bad = by_bucket["non_finite_tokens"].any(axis=1)
+        self._add("non_finite_sequences", units, bad[:, None].astype(np.float64))
+        d, counted = terms["d"], ~bad & (lengths > 0)
+        if not counted.all():
+            d = d[np.repeat(counted, lengths)]
+            by_bucket = {name: by_bucket[name][counted] for name in ("d", "k3")}
+            units, lengths = units[counted], lengths[counted]
+        cut = np.column_stack([np.broadcast_to(CUTS, (len(lengths), len(CUTS))), lengths])
+        reached = lengths[:, None] >= cut
+        log_ratios, k3 = (by_bucket[name].cumsum(axis=1) for name in ("d", "k3"))
+        sequence = sequence_terms(log_ratios, cut, k3)
+        self._add_all("sequence", units, {name: np.where(reached, term, 0.0) for name, term in sequence.items()})
+        logs = np.where(reached, log_ratios, -np.inf)
+        _accumulate(np.logaddexp, self.log_weights, units, np.stack([logs, 2 * logs], axis=1))
+        self._add_all("lag", units, _lag_sums(d, lengths))
+        self._add_all("batch", units, _batch_sums(d, lengths))
 
-    bad = _totals(response, terms["non_finite_tokens"], len(lengths)) > 0
-    additive["non_finite_sequences"] = np.array([bad.sum()], dtype=np.float64)
-    lengths = np.where(bad, 0, lengths)  # from here on a response without tokens is no response
+    def _add_all(self, group: str, units: IntArray, values: Mapping[str, FloatArray]) -> None:
+        for name, value in values.items():
+            self._add(f"{group}.{name}", units, value)
 
-    def up_to_cut(term: FloatArray) -> FloatArray:  # [n, BUCKETS]
-        by_bucket = _totals(response * BUCKETS + bucket, term, len(lengths) * BUCKETS)
-        return by_bucket.reshape(-1, BUCKETS).cumsum(axis=1)
-
-    cut = np.column_stack([np.broadcast_to(CUTS, (len(lengths), len(CUTS))), np.maximum(lengths, 1)])
-    reached = lengths[:, None] >= cut
-    log_ratios = up_to_cut(terms["d"])
-    for name, term in sequence_terms(log_ratios, cut, up_to_cut(terms["k3"])).items():
-        additive[f"sequence.{name}"] = np.where(reached, term, 0.0).sum(axis=0)
-    log_weights = np.stack([log_sum(power * log_ratios.T, reached.T.astype(np.float64)) for power in (1, 2)])
-
-    counted = position < lengths[response]
-    additive |= {f"lag.{name}": value for name, value in _lag_sums(terms["d"], position, counted).items()}
-    additive |= {f"batch.{name}": value for name, value in _batch_sums(terms["d"], position, response, lengths).items()}
-    return Sums(additive, log_weights, *extremes(terms["prob_diff"][terms["tokens"] > 0]))
-
-
-def _totals(group: NDArray[np.int64], values: FloatArray, groups: int) -> FloatArray:
-    """The sum of the values of each group, [groups]."""
-    return np.bincount(group, values, groups).astype(np.float64, copy=False)
+    def _add(self, name: str, units: IntArray, values: FloatArray) -> None:
+        """Add values [n, columns] to the units [n] that they are of."""
+        total = self.additive.setdefault(name, np.zeros((self.units, values.shape[1])))
+        _accumulate(np.add, total, units, values)
 
 
-def _lag_sums(d: FloatArray, position: NDArray[np.int64], counted: NDArray[np.bool_]) -> dict[str, FloatArray]:
-    columns = []
-    for lag in LAGS:
-        later = np.flatnonzero(counted & (position >= lag))
-        x, y = d[later - lag], d[later]
-        columns.append((len(x), x.sum(), y.sum(), x @ x, y @ y, x @ y))
-    return dict(zip(("n", "x", "y", "xx", "yy", "xy"), np.array(columns, dtype=np.float64).T, strict=True))
+def _accumulate(add: np.ufunc, total: FloatArray, units: IntArray, values: FloatArray) -> None:
+    """Add values [n, …] to the rows of `total` that `units` [n] name, those of one unit in a row first."""
+    if len(units):
+        changes = np.concatenate([[0], np.flatnonzero(units[1:] != units[:-1]) + 1])
+        add.at(total, units[changes], add.reduceat(values, changes))
 
 
-def _batch_sums(
-    d: FloatArray, position: NDArray[np.int64], response: NDArray[np.int64], lengths: NDArray[np.int64]
-) -> dict[str, FloatArray]:
-    columns = []
-    for size in BATCHES:
-        batches = lengths // size  # of each response
-        full = position < (batches * size)[response]
-        first = (np.cumsum(batches) - batches)[response]
-        totals = _totals((first + position // size)[full], d[full], batches.sum())
-        columns.append((len(totals), totals.sum(), totals @ totals))
-    return dict(zip(("n", "sum", "squares"), np.array(columns, dtype=np.float64).T, strict=True))
+def _by_bucket(terms: Mapping[str, FloatArray], lengths: IntArray) -> dict[str, FloatArray]:
+    """Sums of every term over the tokens of each response in each bucket of positions, [n, BUCKETS]."""
+    counts = np.searchsorted(EDGES, lengths, side="left")  # buckets that a response reaches into
+    rows, buckets = _enumerate(counts)
+    starts = (np.cumsum(lengths) - lengths)[rows] + EDGES[buckets]
+    sums = {}
+    for name, term in terms.items():
+        sums[name] = np.zeros((len(lengths), BUCKETS))
+        if len(starts):
+            sums[name][rows, buckets] = np.add.reduceat(term, starts)
+    return sums
+
+
+def _enumerate(counts: IntArray) -> tuple[IntArray, IntArray]:
+    """For counts [n]: each row's number as often as it counts, and beside it 0, 1, 2, … up to that count."""
+    rows = np.repeat(np.arange(len(counts)), counts)
+    return rows, np.arange(len(rows)) - (np.cumsum(counts) - counts)[rows]
+
+
+def _window_sums(values: FloatArray, first: IntArray, last: IntArray) -> FloatArray:
+    """values[first:last].sum() of each window; none is empty, each starts where or after the one before ends, and one
+    value stands behind the last."""
+    return np.add.reduceat(values, np.column_stack([first, last]).ravel())[::2] if len(first) else np.empty(0)
+
+
+def _lag_sums(d: FloatArray, lengths: IntArray) -> dict[str, FloatArray]:
+    """Each [n, LAGS]."""
+    sums = {name: np.zeros((len(lengths), len(LAGS))) for name in ("n", "x", "y", "xx", "yy", "xy")}
+    ends = np.cumsum(lengths)
+    starts = ends - lengths
+    d = np.append(d, 0.0)
+    squares = d * d
+    for column, lag in enumerate(LAGS):
+        rows = np.flatnonzero(lengths > lag)
+        first, last = starts[rows], ends[rows]
+        sums["n"][rows, column] = lengths[rows] - lag
+        for name, values in (("x", d), ("xx", squares), ("xy", d[:-lag] * d[lag:])):
+            sums[name][rows, column] = _window_sums(values, first, last - lag)
+        for name, values in (("y", d), ("yy", squares)):
+            sums[name][rows, column] = _window_sums(values, first + lag, last)
+    return sums
+
+
+def _batch_sums(d: FloatArray, lengths: IntArray) -> dict[str, FloatArray]:
+    """Each [n, BATCHES]."""
+    sums = {name: np.zeros((len(lengths), len(BATCHES))) for name in ("n", "sum", "squares")}
+    starts = np.cumsum(lengths) - lengths
+    d = np.append(d, 0.0)
+    for column, size in enumerate(BATCHES):
+        sums["n"][:, column] = counts = lengths // size
+        totals = d
+        if size > 1:
+            rows, number = _enumerate(counts)
+            first = starts[rows] + number * size
+            totals = np.append(_window_sums(d, first, first + size), 0.0)
+        having = np.flatnonzero(counts)
+        last = np.cumsum(counts)[having]
+        for name, values in (("sum", totals), ("squares", totals * totals)):
+            sums[name][having, column] = _window_sums(values, last - counts[having], last)
+    return sums

@@ -1,0 +1,120 @@
+"""What a measured mismatch means for the corrections of RL, at the length measured and at longer ones, in plain words.
+
+The σ law: with a mismatch of k nats a token (k3), the log-weight of a response of T tokens has the variance 2kT, and
+the share of samples that importance sampling over whole responses can use is exp(−2kT).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from halfmatch.report.numbers import number, percent, with_interval
+from halfmatch.statistics import Estimate
+
+# Lengths, in tokens, that the effective sample size is predicted at.
+HORIZONS = (1024, 8192, 32_768)
+# Shares of samples that a correction can use, from which on it is called easy, costly and useless.
+EASY, COSTLY, USELESS = 0.9, 0.5, 0.1
+# The truncation bound of token-level importance sampling that the paper uses, as a log-ratio.
+TRUNCATION = math.log(2.0)
+# |k3 − k1| = |E[π/μ] − 1| above which the two sides cannot be one distribution with rounding.
+LARGEST_BIAS = 0.05
+
+
+def ess_share_after(k3: Estimate, tokens: float) -> Estimate:
+    """The share of samples left after so many tokens, exp(−2kT), with the interval that k3's gives."""
+    value, low, high = (math.exp(-2 * k * tokens) for k in (k3.value, k3.high, k3.low))
+    return Estimate(value, low, high)
+
+
+def findings(metrics: Mapping[str, Estimate], sequences: int) -> list[str]:
+    """Sentences on one measurement, from the metrics that `offline.analyse` gives and the number of responses."""
+    return [
+        *_warnings(metrics),
+        _token_level(metrics),
+        _sequence_level(metrics, sequences),
+        _beyond(metrics),
+        *_law(metrics),
+    ]
+
+
+def _warnings(metrics: Mapping[str, Estimate]) -> list[str]:
+    bias = metrics["k3"].value - metrics["k1"].value
+    if abs(bias) <= LARGEST_BIAS:
+        return []
+    return [
+        f"These are not two computations of one distribution: the mean of π/μ over tokens is {number(1 + bias)}, and it "
+        "is 1 for equal weights and settings. Were the log-probs taken before the temperature, at another temperature, "
+        "with a nucleus, or from other weights? What follows takes them as they are."
+    ]
+
+
+def _token_level(metrics: Mapping[str, Estimate]) -> str:
+    left = 1 / (1 + metrics["chi2"].value)
+    off = metrics["share_above_0.1"].value
+    effect = (
+        "hardly change anything and cost nothing"
+        if left > 0.99
+        else "cost little"
+        if left > EASY
+        else "throw away a large part of what was sampled"
+    )
+    return (
+        f"Token-level corrections (TIS) {effect}: {percent(off, 1)} of the tokens have a weight that is off by more than "
+        f"10 %, and the weights of single tokens leave {percent(left, 1)} of the samples. They bound each token and do "
+        "not correct the distribution of whole responses."
+    )
+
+
+def _sequence_level(metrics: Mapping[str, Estimate], sequences: int) -> str:
+    share, length = metrics["ess_share"], metrics["mean_length"].value
+    judgement = (
+        "can be used as they are"
+        if share.value >= EASY
+        else "can be used, at a price"
+        if share.value >= COSTLY
+        else "lose more than half of the samples"
+        if share.value >= USELESS
+        else "are useless: a few responses carry all the weight"
+    )
+    few = (
+        f" With {sequences} responses a share cannot be seen to fall below {percent(1 / sequences, 1)}."
+        if sequences * metrics["ess_share_predicted"].value < 10
+        else ""
+    )
+    return (
+        f"Sequence-level corrections (TIS, MIS over whole responses) {judgement} at this length: of responses of "
+        f"{number(length)} tokens on average, {_share(share)} are effective (by the σ law "
+        f"{percent(metrics['ess_share_predicted'].value)}).{few}"
+    )
+
+
+def _beyond(metrics: Mapping[str, Estimate]) -> str:
+    predicted = ", ".join(
+        f"{_share(ess_share_after(metrics['k3'], tokens))} at {tokens // 1024}K" for tokens in HORIZONS
+    )
+    return (
+        f"Half of the samples are lost after {with_interval(metrics['usable_length'], 2)} tokens; the share left is "
+        f"predicted to be {predicted}."
+    )
+
+
+def _law(metrics: Mapping[str, Estimate]) -> list[str]:
+    """Where σ as seen is not what the law says, what its own variance would mean."""
+    seen, law = metrics["sigma"], metrics["sigma_predicted"].value
+    if not (seen.low > law or seen.high < law):
+        return []
+    length = math.log(2) * metrics["mean_length"].value / seen.value**2
+    return [
+        f"The law is off here: σ is {with_interval(seen, 2)} where it says {number(law, 2)}; differences along a response "
+        f"{'add up' if seen.value > law else 'cancel'}. By the variance seen, half of the samples are lost after "
+        f"{number(length, 2)} tokens."
+    ]
+
+
+def _share(share: Estimate) -> str:
+    if math.isnan(share.low):
+        return percent(share.value)
+    return f"{percent(share.value)} [{percent(share.low)}, {percent(share.high)}]"
