@@ -56,7 +56,7 @@ class Sums:
         largest, smallest = extremes(terms["prob_diff"][terms["tokens"] > 0])
         self.largest, self.smallest = np.fmax(self.largest, largest), np.fmin(self.smallest, smallest)
 
-        bad = by_bucket["non_finite_tokens"].any(axis=1)
+        bad = by_bucket["non_finite_tokens"].sum(axis=1) > 0
         self._add("non_finite_sequences", units, bad[:, None].astype(np.float64))
         d, counted = terms["d"], ~bad & (lengths > 0)
         if not counted.all():
