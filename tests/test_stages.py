@@ -1,0 +1,31 @@
+"""dvc.yaml is in step with the configuration that it versions; tests/workflow compares its stages with the rules."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+
+from halfmatch.config import Config
+from halfmatch.config_files import validate
+from halfmatch.stages import to_dvc_yaml
+
+REPOSITORY = Path(__file__).parents[1]
+
+
+def test_dvc_yaml_is_generated_from_the_default_configuration() -> None:
+    text = (REPOSITORY / "dvc.yaml").read_text(encoding="utf-8")
+    assert text == to_dvc_yaml(Config()), "halfmatch config --as stages > dvc.yaml"
+
+
+def test_cores_and_profiles_stand_in_no_command() -> None:
+    """They would be part of a stage's hash: another number of cores would run everything again."""
+    stages = yaml.safe_load(to_dvc_yaml(Config()))["stages"]
+    for name, stage in stages.items():
+        assert stage["cmd"].startswith("snakemake $SMK_ARGS --allowed-rules "), name
+
+
+def test_what_a_configuration_lists_is_referred_to_so_that_a_longer_list_needs_no_other_file() -> None:
+    longer = {"training": {"seeds": [0, 1, 2, 3], "objectives": ["gspo"]}, "mismatch": {"precisions": ["bf16"]}}
+    one, other = (yaml.safe_load(to_dvc_yaml(validate(changes, ""))) for changes in ({}, longer))
+    assert one["stages"] == other["stages"]
