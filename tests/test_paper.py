@@ -28,13 +28,17 @@ def test_no_value_stands_there_twice() -> None:
 
 
 def test_offline_mismatch_is_the_factor_that_the_paper_shows() -> None:
-    (bf16,), (fp16,) = paper.mismatch("kl_sequence", "bf16"), paper.mismatch("kl_sequence", "fp16")
+    bf16, fp16 = (paper.mismatch("kl_sequence", "offline", dtype) for dtype in ("bf16", "fp16"))
+    assert bf16 is not None
+    assert fp16 is not None
     assert bf16.value / fp16.value == pytest.approx(23.9, abs=0.05)
 
 
 def test_offline_kl_agrees_with_the_slope() -> None:
     """KL 7.64 nats over a slope of −1.01 nats per 1,000 tokens: about 7,500 tokens, 1e-3 nats a token."""
-    (kl,), (slope,) = paper.mismatch("kl_sequence", "bf16"), paper.mismatch("slope_per_1k", "bf16")
+    kl, slope = (paper.mismatch(key, "offline", "bf16") for key in ("kl_sequence", "slope_per_1k"))
+    assert kl is not None
+    assert slope is not None
     assert 1000 * kl.value / -slope.value == pytest.approx(7560, rel=0.01)
 
 
@@ -63,4 +67,9 @@ def test_best_training_takes_the_highest_and_leaves_aime_out() -> None:
     best = paper.best_training("GRPO", "bf16")
     assert best is not None
     assert (best.value, best.step, best.framework) == (0.84, 400, "Oat")
+    assert paper.best_training("grpo", "bf16") == best
     assert paper.best_training("GRPO", "fp32") is None
+
+
+def test_mismatch_that_is_not_reported_is_none() -> None:
+    assert paper.mismatch("kl_sequence", "offline", "fp32") is None

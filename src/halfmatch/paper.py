@@ -10,6 +10,7 @@ from typing import Literal
 
 Source = Literal["T", "T1", "C", "F"]
 DTypeName = Literal["bf16", "fp16", "fp32"]
+Phase = Literal["offline", "start", "end", "collapse"]  # at fixed weights; or in training
 
 ARXIV = "2510.26788"
 
@@ -43,10 +44,11 @@ class Score:
 
 @dataclass(frozen=True)
 class Quantity:
-    """A measured number: `key` is the name halfmatch gives the same quantity."""
+    """A measured number: `key` is the name halfmatch gives the same quantity, `phase` when it was measured."""
 
     key: str
     what: str
+    phase: Phase
     dtype: DTypeName
     value: float
     unit: str
@@ -81,6 +83,7 @@ class GridCell:
 class Finding:
     """What others found afterwards, in favour of the paper's reading or beside it."""
 
+    key: str
     supports: bool
     text: str
 
@@ -164,22 +167,22 @@ OFFLINE_SCORES: tuple[Score, ...] = (
 )
 
 MISMATCH: tuple[Quantity, ...] = (
-    Quantity("kl_sequence", "KL[μ‖π] of a sequence, offline", "bf16", 7.64, "nats", ("F",)),
-    Quantity("kl_sequence", "KL[μ‖π] of a sequence, offline", "fp16", 0.32, "nats", ("F",)),
+    Quantity("kl_sequence", "KL[μ‖π] of a response", "offline", "bf16", 7.64, "nats", ("F",)),
+    Quantity("kl_sequence", "KL[μ‖π] of a response", "offline", "fp16", 0.32, "nats", ("F",)),
     Quantity(
-        "slope_per_1k", "slope of log π/μ against length, offline", "bf16", -1.01, "nats per 1,000 tokens", ("F",)
+        "slope_per_1k", "slope of log π/μ against length", "offline", "bf16", -1.01, "nats per 1,000 tokens", ("F",)
     ),
     Quantity(
-        "slope_per_1k", "slope of log π/μ against length, offline", "fp16", -0.07, "nats per 1,000 tokens", ("F",)
+        "slope_per_1k", "slope of log π/μ against length", "offline", "fp16", -0.07, "nats per 1,000 tokens", ("F",)
     ),
-    Quantity("k3", "KL a token, online", "bf16", 1e-3, "nats", ("F",)),
-    Quantity("k3", "KL a token, online, at the start", "fp16", 1.5e-5, "nats", ("F",)),
-    Quantity("k3", "KL a token, online, later", "fp16", 7e-6, "nats", ("F",)),
-    Quantity("k3", "KL a token, online, GRPO at collapse", "bf16", 2.0, "nats", ("F",)),
-    Quantity("mean_abs_prob_diff", "mean |π − μ|, online, at the start", "bf16", 0.004, "", ("F",)),
-    Quantity("mean_abs_prob_diff", "mean |π − μ|, online, at the start", "fp16", 0.0005, "", ("F",)),
-    Quantity("max_prob_diff", "max |π − μ|, online, in collapsing runs", "bf16", 1.0, "", ("F",)),
-    Quantity("max_prob_diff", "max |π − μ|, online", "fp16", 0.1, "", ("F",)),
+    Quantity("k3", "KL a token", "start", "bf16", 1e-3, "nats", ("F",)),
+    Quantity("k3", "KL a token", "start", "fp16", 1.5e-5, "nats", ("F",)),
+    Quantity("k3", "KL a token", "end", "fp16", 7e-6, "nats", ("F",)),
+    Quantity("k3", "KL a token", "collapse", "bf16", 2.0, "nats", ("F",)),
+    Quantity("mean_abs_prob_diff", "mean |π − μ|", "start", "bf16", 0.004, "", ("F",)),
+    Quantity("mean_abs_prob_diff", "mean |π − μ|", "start", "fp16", 0.0005, "", ("F",)),
+    Quantity("largest_prob_diff", "max |π − μ|", "collapse", "bf16", 1.0, "", ("F",)),
+    Quantity("largest_prob_diff", "max |π − μ|", "end", "fp16", 0.1, "", ("F",)),
 )
 
 TRAINING: tuple[Peak, ...] = (
@@ -232,23 +235,27 @@ GRID: tuple[GridCell, ...] = (
 )
 
 LATER_FINDINGS: tuple[Finding, ...] = (
-    Finding(True, "FP16 paths were merged in other RL frameworks."),
-    Finding(True, "A zero-mismatch reference shows that small token-level mismatch alone can cause collapse."),
-    Finding(True, "A KL near 1e-3 nats a token precedes collapse."),
-    Finding(True, "The effective sample size predicts collapse."),
-    Finding(False, "One LoRA replication saw both dtypes collapse."),
-    Finding(False, "One framework saw no collapse of a dense model in over 300 runs."),
-    Finding(False, "The authors' later work finds the ratio noisy for rare tokens even in FP16."),
-    Finding(False, "Others fix the collapse with the learning-rate schedule."),
+    Finding("fp16-paths", True, "FP16 paths were merged in other RL frameworks."),
+    Finding(
+        "zero-mismatch", True, "A zero-mismatch reference shows that small token-level mismatch can cause collapse."
+    ),
+    Finding("kl-precedes", True, "A KL near 1e-3 nats a token precedes collapse."),
+    Finding("ess-predicts", True, "The effective sample size predicts collapse."),
+    Finding("both-collapse", False, "One LoRA replication saw both dtypes collapse."),
+    Finding("none-collapses", False, "One framework saw no collapse of a dense model in over 300 runs."),
+    Finding("rare-tokens", False, "The authors' later work finds the ratio noisy for rare tokens even in FP16."),
+    Finding("schedule", False, "Others fix the collapse with the learning-rate schedule."),
 )
 
 
-def mismatch(key: str, dtype: str) -> tuple[Quantity, ...]:
-    """The paper's values of one mismatch quantity in one dtype; empty where it reports none."""
-    return tuple(quantity for quantity in MISMATCH if quantity.key == key and quantity.dtype == dtype)
+def mismatch(key: str, phase: Phase, dtype: str) -> Quantity | None:
+    """The paper's value of a mismatch quantity; None where it reports none."""
+    wanted = (key, phase, dtype)
+    return next((one for one in MISMATCH if (one.key, one.phase, one.dtype) == wanted), None)
 
 
 def best_training(run: str, dtype: str) -> Peak | None:
-    """The best training accuracy that the paper shows for a run, e.g. ("GRPO", "bf16"); None where it shows none."""
-    peaks = [peak for peak in TRAINING if (peak.run, peak.dtype, peak.what) == (run, dtype, "training accuracy")]
+    """The best training accuracy shown for a run by its name there or as an objective here; None where none is."""
+    wanted = (run.lower(), dtype, "training accuracy")
+    peaks = [peak for peak in TRAINING if (peak.run.lower(), peak.dtype, peak.what) == wanted]
     return max(peaks, key=lambda peak: peak.value, default=None)

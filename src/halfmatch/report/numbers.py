@@ -1,0 +1,53 @@
+"""Numbers as text, the same in figures, tables and sentences."""
+
+from __future__ import annotations
+
+import math
+
+from halfmatch.statistics import Estimate
+
+NOTHING = "–"
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """A number with its significant digits: 0.0123, 12.3, 1,230, 1.23e-5; a dash for one that is not known."""
+    if value is None or math.isnan(value):
+        return NOTHING
+    if math.isinf(value):
+        return "∞" if value > 0 else "−∞"
+    if value == 0:
+        return "0"
+    rounded = float(f"{value:.{digits - 1}e}")
+    size = math.floor(math.log10(abs(rounded)))
+    if size < -3 or size > 6:
+        mantissa, exponent = f"{rounded:.{digits - 1}e}".split("e")
+        text = f"{mantissa}e{int(exponent)}"
+    else:
+        text = f"{rounded:,.{max(0, digits - 1 - size)}f}"
+    return text.replace("-", "−", 1) if rounded < 0 else text
+
+
+def as_printed(value: float) -> str:
+    """A number with the digits that it was given with."""
+    text = f"{value:g}"
+    if "e" in text:
+        mantissa, exponent = text.split("e")
+        text = f"{mantissa}e{int(exponent)}"
+    return text.replace("-", "−", 1) if value < 0 else text
+
+
+def interval(estimate: Estimate, digits: int = 3) -> str:
+    """The bounds of an estimate: [0.011, 0.014]."""
+    if math.isnan(estimate.low) and math.isnan(estimate.high):
+        return ""
+    return f"[{number(estimate.low, digits)}, {number(estimate.high, digits)}]"
+
+
+def with_interval(estimate: Estimate, digits: int = 3) -> str:
+    """A number and its interval: 0.0123 [0.011, 0.014]."""
+    return f"{number(estimate.value, digits)} {interval(estimate, digits)}".rstrip()
+
+
+def percent(share: float | None, decimals: int = 0) -> str:
+    """A share as a percentage: 85 %."""
+    return NOTHING if share is None or math.isnan(share) else f"{100 * share:.{decimals}f} %".replace("-", "−", 1)
