@@ -91,7 +91,7 @@ def test_where_fp32_sums_are_exact_the_result_is_float64s_rounded(dtype, shape):
 
 
 def test_products_are_not_rounded_before_they_are_summed():
-    """1 + 2⁻¹¹ is 1.00048828125, exact in fp32, and halfway between neighbours in fp16, which rounds it to the even 1."""
+    """1 + 2⁻¹¹ is exact in fp32, and halfway between two neighbours in fp16, which rounds it to 1, the even one."""
     x = torch.tensor([[1.0, 2.0**-11, 2.0**-11]], dtype=torch.float16)
     w = torch.ones(1, 3, dtype=torch.float16)
     assert linear(x[:, :2], w[:, :2]).item() == 1.0
