@@ -11,6 +11,7 @@ import torch
 from halfmatch import artifacts
 from halfmatch.errors import UserError
 from halfmatch.mismatch import fidelity
+from halfmatch.mismatch.bias_variance import bias_and_variance
 from halfmatch.mismatch.fidelity import Group, measure, read_groups
 from halfmatch.precision import LossScaling
 from halfmatch.rl.objectives import OBJECTIVES
@@ -110,6 +111,33 @@ def test_cosine_and_norms_are_those_of_gradients_had_another_way(name):
     assert result["norm_ratio"]["value"] == pytest.approx(expected[1], rel=1e-4)
     if name != "pg":
         assert expected[0] < 0.999
+
+
+def test_bias_and_variance_are_those_of_gradients_had_another_way():
+    model = TwoTokens()
+    groups = random_groups(model, problems=6, mismatch=0.4)
+    found = run(model, deepcopy(model), groups, ("pg-token-is", "pg-seq-is"))
+    assert found["blocks"] == 6
+    responses = sum(len(group.token_ids) for group in groups)
+    names = ("pg-token-is", "pg-seq-is", "pg")  # the estimator, the unbiased one, the reference
+    by_block = [
+        [exact_gradient(model, [group], WEIGHTS[name]) * len(group.token_ids) / responses for group in groups]
+        for name in names
+    ]
+    expected = bias_and_variance(*by_block, responses=responses)
+    for number in ("variance", "squared_bias", "balance_responses"):
+        assert found["objectives"]["pg-token-is"][number] == pytest.approx(expected[number], rel=1e-3, nan_ok=True)
+    assert found["objectives"]["pg-seq-is"]["squared_bias"]["value"] == pytest.approx(0, abs=1e-9)
+
+
+def test_objectives_with_other_denominators_have_references_of_their_own():
+    model = TwoTokens()
+    groups = random_groups(model, mismatch=0.0)
+    found = run(model, deepcopy(model), groups, ("gspo", "pg", "grpo"))
+    assert list(found["objectives"]) == ["gspo", "pg", "grpo"]
+    for result in found["objectives"].values():
+        assert result["cosine"]["value"] == pytest.approx(1, abs=1e-5)
+        assert result["squared_bias"]["value"] == pytest.approx(0, abs=1e-6)
 
 
 def test_interval_is_the_jackknife_over_blocks_of_problems(monkeypatch):

@@ -4,10 +4,15 @@ For each objective, the gradient that the trainer would compute in some precisio
 compared with the reference: the same tokens, fp32 forward and backward, and fp32's own log-probs in the place of log μ,
 so that every ratio is 1. Of all objectives with the same advantages and denominator that is one and the same gradient,
 the plain policy gradient's. The policy has not moved since the rollouts: π(θ') = π(θ).
+
+The reference is what there would be without a mismatch, on the same samples; but the samples came from μ. What the true
+gradient is on average, fp32 with sequence-level importance sampling of these samples says without bias, and however
+noisily. Against it stand the bias and the variance of each objective's estimator (halfmatch.mismatch.bias_variance).
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +24,13 @@ from numpy.typing import NDArray
 
 from halfmatch import artifacts
 from halfmatch.errors import UserError
+from halfmatch.mismatch.bias_variance import bias_and_variance
 from halfmatch.mismatch.metrics import gradient_fidelity
 from halfmatch.precision import LossScaling
 from halfmatch.precision.scaling import LossScaler
 from halfmatch.rl.advantages import group_advantages
 from halfmatch.rl.batching import collate, micro_batches, pad
-from halfmatch.rl.objectives import Objective, PolicyGradient, Totals, merge_statistics, policy_loss
+from halfmatch.rl.objectives import Correction, Objective, PolicyGradient, Totals, merge_statistics, policy_loss
 from halfmatch.rl.rollouts import REWARDS, fill_ungraded
 from halfmatch.rl.scoring import token_logprobs
 from halfmatch.seeds import request_seed
@@ -33,9 +39,11 @@ FloatArray = NDArray[np.float32]
 
 # With fewer problems that are solved by some of their responses and not by others, verdicts say too little.
 MIN_MIXED_PROBLEMS = 8
-# Problems are put into blocks, and each block's gradient is kept for the jackknife: as many as these bytes hold.
+# Problems are put into blocks, and the gradients of each block are kept, the objective's and two that it is compared
+# with: as many blocks as these bytes hold.
 GRADIENT_BYTES = 2**30
-MIN_BLOCKS, MAX_BLOCKS = 8, 16
+GRADIENTS_A_BLOCK = 3
+MIN_BLOCKS, MAX_BLOCKS = 4, 16
 
 
 @dataclass(frozen=True)
@@ -115,17 +123,17 @@ def measure(
     the generation limit. progress is told of every block whose gradient is done.
 
     Returns problems, responses, parameters, blocks, and for each objective: cosine and norm_ratio, each with value, low
-    and high (jackknife over blocks of problems, see `gradient_fidelity`), the loss_scale that the gradients were
-    finite at (1 without scaling), and statistics of the ratios as `policy_loss` has them. A gradient that is not finite
-    at the lowest scale gives NaN.
+    and high (jackknife over blocks of problems, see `gradient_fidelity`), variance, squared_bias and balance_responses
+    (see `bias_and_variance`), the loss_scale that the gradients were finite at (1 without scaling), and statistics of
+    the ratios as `policy_loss` has them. A gradient that is not finite at the lowest scale gives NaN.
 
-    Memory: a float32 vector of all parameters for each block, of the model and of each different reference.
+    Memory: GRADIENTS_A_BLOCK float32 vectors of all parameters a block.
     """
     shapes, reference_shapes = ([(n, p.shape) for n, p in m.named_parameters()] for m in (model, reference))
     if shapes != reference_shapes:
         raise ValueError("the model and its reference differ in their parameters")
     parameters = sum(shape.numel() for _, shape in shapes)
-    affordable = GRADIENT_BYTES // (2 * 4 * parameters)
+    affordable = GRADIENT_BYTES // (GRADIENTS_A_BLOCK * 4 * parameters)
     block_count = min(len(groups), max(MIN_BLOCKS, min(affordable, MAX_BLOCKS)))
     blocks = [list(groups[start::block_count]) for start in range(block_count)]
     totals = Totals(
@@ -152,33 +160,46 @@ def measure(
                 progress(1)
         return vectors, merge_statistics(objective, statistics)
 
-    references: dict[Objective, list[FloatArray]] = {}
-    results = {}
-    for name, objective in objectives.items():
-        plain = Objective(
-            PolicyGradient(),
-            scale_by_std=objective.scale_by_std,
-            denominator=objective.denominator,
-            source="reference",
-        )
-        if plain not in references:
-            references[plain], _ = gradients(reference, plain, 1.0)
+    def finite_gradients(objective: Objective) -> tuple[list[FloatArray], dict[str, float], float]:
+        """At the largest loss scale at which they are finite, as training would find it."""
         scaler = LossScaler(loss_scaling) if loss_scaling else None
         while True:
             scale = scaler.factor if scaler else 1.0
             vectors, statistics = gradients(model, objective, scale)
             if scaler is None or scaler.at_minimum or all(np.isfinite(vector).all() for vector in vectors):
-                break
+                return vectors, statistics, scale
             scaler.update(overflow=True)
-        fidelity = gradient_fidelity(vectors, references[plain], confidence=confidence)
-        results[name] = {**fidelity, "loss_scale": scale, "statistics": statistics}
+
+    plain = {name: _reference_of(objective) for name, objective in objectives.items()}
+    results = {}
+    for reference_objective in dict.fromkeys(plain.values()):
+        weighted = dataclasses.replace(reference_objective, correction=Correction("current", "sequence"))
+        exact, unbiased = (gradients(reference, one, 1.0)[0] for one in (reference_objective, weighted))
+        for name in (name for name in objectives if plain[name] == reference_objective):
+            vectors, statistics, scale = finite_gradients(objectives[name])
+            results[name] = {
+                **gradient_fidelity(vectors, exact, confidence=confidence),
+                **bias_and_variance(vectors, unbiased, exact, responses=totals.sequences, confidence=confidence),
+                "loss_scale": scale,
+                "statistics": statistics,
+            }
     return {
         "problems": len(groups),
         "responses": totals.sequences,
         "parameters": parameters,
         "blocks": block_count,
-        "objectives": results,
+        "objectives": {name: results[name] for name in objectives},
     }
+
+
+def _reference_of(objective: Objective) -> Objective:
+    """The policy gradient with an objective's advantages and denominator."""
+    return Objective(
+        PolicyGradient(),
+        scale_by_std=objective.scale_by_std,
+        denominator=objective.denominator,
+        source="reference",
+    )
 
 
 def _block_gradient(
