@@ -14,6 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import (
     AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -24,6 +26,7 @@ from transformers import (
 
 from halfmatch.config import EngineSettings, Sampling
 from halfmatch.engines import Completion, NonFiniteError, Request, create
+from halfmatch.engines.transformers import check_layers
 from halfmatch.errors import UserError
 from halfmatch.precision import Precision, torch_dtype
 from halfmatch.precision.casting import cast_model
@@ -82,6 +85,7 @@ def saved(model, folder):
         (LlamaConfig, LlamaForCausalLM),
         (Qwen3Config, Qwen3ForCausalLM),
         (MistralConfig, MistralForCausalLM),
+        (GPT2Config, GPT2LMHeadModel),
         (None, None),
     ],
 )
@@ -140,15 +144,16 @@ def test_the_mismatch_with_a_full_forward_pass_is_that_of_the_dtype(tiny_model_f
 
 
 # ---------------------------------------------------------------------------------- what a request does not notice
-@pytest.fixture(scope="module", params=["bf16-native", "bf16-emulated", "fp16", "fp32", "fp32-head"])
+@pytest.fixture(scope="module", params=["bf16-native", "bf16-emulated", "fp16", "fp32", "bf16-head", "bf16-between"])
 def company(request, tiny_model_folder):
     """An engine and what it makes of each request alone."""
     dtype, _, kind = request.param.partition("-")
     changes = {
         "native": {"emulate": "never"},
         "head": {"fp32_modules": ("lm_head", "norm")},
+        "between": {"fp32_modules": ("between_matmuls",)},
     }.get(kind, {"emulate": "always"})
-    engine = engine_of(tiny_model_folder, "bf16" if kind == "head" else dtype, **changes)
+    engine = engine_of(tiny_model_folder, dtype, **changes)
     return engine, [generate(engine, [each])[0] for each in REQUESTS]
 
 
@@ -314,6 +319,12 @@ def test_description_and_dtype(dtype, changes, emulated, tiny_model_folder):
     assert description["dtype"] == dtype
     assert description["emulated"] is emulated
     assert description["fp32_modules"] == ["lm_head"]
+
+
+def test_layers_in_fp32_that_round_their_inputs_are_of_what_they_round_to(tiny_model_folder):
+    engine = engine_of(tiny_model_folder, "bf16", fp32_modules=("between_matmuls",))
+    assert engine.dtype == "bf16"
+    assert {parameter.dtype for parameter in engine._model.parameters()} == {torch.float32}
     assert description["attention"] == "halfmatch"
     assert json.loads(json.dumps(description)) == description
     engine.close()
@@ -359,7 +370,5 @@ def test_layers_without_a_plain_cache_are_refused(tiny_model_folder, tmp_path):
     folder = Path(shutil.copytree(tiny_model_folder, tmp_path / "model"))
     engine = engine_of(folder)
     engine._config.layer_types = ["full_attention", "linear_attention"]
-    from halfmatch.engines.transformers import check_layers
-
     with pytest.raises(UserError, match="linear_attention"):
         check_layers(engine._config, folder)

@@ -9,6 +9,7 @@ other requests, their order, or the number of slots. On a CPU, with one thread, 
   in length changes nothing (`halfmatch.precision.attention`);
 - uniform number t of a request's own generator draws its token t.
 On a GPU the kernels that are chosen by shape are not under this module's control: the first and the last point hold.
+Nor does it hold for a mixture of experts in fp32, where an expert's rows are as many as the batch sends it.
 """
 
 from __future__ import annotations
@@ -62,12 +63,13 @@ class TransformersEngine:
 
     @property
     def dtype(self) -> DType:
-        """What the decoder's matmuls hold, read from the weights themselves."""
-        head = self._model.get_output_embeddings()
+        """What the decoder's matrices hold, read from the weights themselves."""
+        ends = (self._model.get_input_embeddings(), self._model.get_output_embeddings())
         sizes: Counter[torch.dtype] = Counter()
         for module in self._model.modules():
-            if isinstance(module, torch.nn.Linear) and module is not head:
-                sizes[module.weight.dtype] += module.weight.numel()
+            weight = getattr(module, "weight", None)
+            if weight is not None and weight.dim() > 1 and module not in ends:
+                sizes[weight.dtype] += weight.numel()
         return dtype_name(sizes.most_common(1)[0][0])
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
