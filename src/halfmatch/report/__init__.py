@@ -14,6 +14,7 @@ from halfmatch.config import Config
 from halfmatch.paths import Paths
 from halfmatch.report import comparison, origin, tables, verdicts
 from halfmatch.report.headline import headline, headline_text
+from halfmatch.report.numbers import counted
 from halfmatch.report.page import Section, render
 from halfmatch.report.results import Results, collect
 from halfmatch.steps import digest, provenance
@@ -152,13 +153,8 @@ def sections_of(results: Results, preset: Path) -> list[Section]:
         Section(
             "origin",
             "Where the numbers come from",
-            f"{len(results.artefacts)} files, by the digests of their bytes; each holds the digests of what it was "
-            "made from. "
-            + (
-                f"{len(results.missing)} files that the configuration asks for were not there."
-                if results.missing
-                else "Everything that the configuration asks for was there."
-            ),
+            f"{counted(len(results.artefacts), 'file')}, by the digests of their bytes; each holds the digests of what "
+            f"it was made from. Asked for by the configuration and not there: {counted(len(results.missing), 'file')}.",
             tables=[tables.missing(results)],
             folded=[origin.artefacts(results)],
         ),

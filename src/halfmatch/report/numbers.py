@@ -48,6 +48,11 @@ def with_interval(estimate: Estimate, digits: int = 3) -> str:
     return f"{number(estimate.value, digits)} {interval(estimate, digits)}".rstrip()
 
 
+def counted(number: int, thing: str) -> str:
+    """1 seed, 2 seeds."""
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
 def percent(share: float | None, decimals: int = 0) -> str:
     """A share as a percentage: 85 %."""
     return NOTHING if share is None or math.isnan(share) else f"{100 * share:.{decimals}f} %".replace("-", "−", 1)

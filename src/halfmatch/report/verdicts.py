@@ -14,7 +14,7 @@ import numpy as np
 
 from halfmatch import jobs, paper
 from halfmatch.report.figures.style import label
-from halfmatch.report.numbers import percent
+from halfmatch.report.numbers import counted, percent
 from halfmatch.report.results import EvaluationCell, MismatchCell, Results
 from halfmatch.report.training import WINDOW, TrainingRun
 from halfmatch.statistics import Estimate, difference, paired_test, ratio, t_interval, wilson_interval
@@ -245,10 +245,11 @@ def _paired(results: Results, quantity: Callable[[TrainingRun], float]) -> Itera
         seeds = sorted({run.name.seed for run in bf16} & {run.name.seed for run in fp16})
         pairs = [[quantity(run) for run in runs if run.name.seed in seeds] for runs in (fp16, bf16)]
         test = paired_test(pairs[0], pairs[1], results.config.report.confidence)
-        note = f"{_seeds(len(seeds))}; exact permutation test p = {test.p_sign_flip:.2g}"
+        number = counted(len(seeds), "seed")
         if len(seeds) < MIN_SEEDS:
-            yield Comparison(objective, test.difference, NOT_TESTABLE, f"{_seeds(len(seeds))}, {MIN_SEEDS} are needed")
+            yield Comparison(objective, test.difference, NOT_TESTABLE, f"{number}, {MIN_SEEDS} are needed")
         else:
+            note = f"{number}; exact permutation test p = {test.p_sign_flip:.2g}"
             yield Comparison(objective, test.difference, above(test.difference, 0), note)
 
 
@@ -284,7 +285,7 @@ def sanity_test(results: Results) -> Verdict:
     for objective, _, fp16 in _trained(results):
         best = [run.best_reward for run in fp16]
         reached = Estimate(float(np.mean(best)), *t_interval(best, results.config.report.confidence))
-        outcome, note = above(reached, paper.SANITY_ACCURACY), _seeds(len(best))
+        outcome, note = above(reached, paper.SANITY_ACCURACY), counted(len(best), "seed")
         if len(best) < MIN_SEEDS:
             outcome, note = NOT_TESTABLE, f"{note}, {MIN_SEEDS} are needed"
         elif outcome == NOT_REPRODUCED and max(run.iterations for run in fp16) < PAPER_STEPS:
@@ -310,10 +311,6 @@ def _trained(results: Results) -> Iterable[tuple[str, list[TrainingRun], list[Tr
         bf16, fp16 = (results.training_runs(precision, objective) for precision in ("bf16", "fp16"))
         if bf16 and fp16:
             yield objective, bf16, fp16
-
-
-def _seeds(count: int) -> str:
-    return f"{count} {'seed' if count == 1 else 'seeds'}"
 
 
 CLAIMS: tuple[Callable[[Results], Verdict], ...] = (

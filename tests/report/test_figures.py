@@ -1,0 +1,156 @@
+"""Figures: the same bytes every time, one colour a dtype, ids and colours that the page can take in."""
+
+import dataclasses
+import re
+
+import pytest
+
+from halfmatch.config import Config
+from halfmatch.report.figures import mismatch, overview, style, training
+
+DRAWERS = [
+    overview.headline,
+    overview.solve_rates,
+    mismatch.tokens,
+    mismatch.sequences,
+    mismatch.differences,
+    mismatch.positions,
+    mismatch.sigma_law,
+    mismatch.fidelity,
+    training.reward,
+    training.health,
+]
+
+
+@pytest.fixture(scope="module")
+def narrow(results):
+    """One model, one objective, two seeds: quick to draw."""
+    runs = [run for run in results.runs if run.name.objective == "grpo" and run.name.seed < 2]
+    config = results.config.model_copy(
+        update={"training": results.config.training.model_copy(update={"objectives": ("grpo",), "seeds": (0, 1)})}
+    )
+    return dataclasses.replace(results, config=config, cells=results.cells[2:], runs=runs)
+
+
+def drawn(draw, results):
+    with style.styled():
+        drawing = draw(results)
+        return drawing, style.render(drawing)
+
+
+@pytest.fixture(scope="module")
+def gallery(narrow):
+    """Every figure, drawn once."""
+    with style.styled():
+        return [(drawing, style.render(drawing)) for drawing in (draw(narrow) for draw in DRAWERS)]
+
+
+@pytest.mark.parametrize("draw", [mismatch.tokens, mismatch.fidelity])
+def test_the_same_numbers_give_the_same_bytes(draw, narrow):
+    assert drawn(draw, narrow)[1] == drawn(draw, narrow)[1]
+
+
+def test_files_hold_no_time_and_no_program(gallery):
+    for _, rendered in gallery:
+        assert rendered.png.startswith(b"\x89PNG")
+        assert not {b"tEXt", b"tIME"} & {rendered.png[at : at + 4] for at in range(len(rendered.png) - 4)}
+        assert "<dc:date>" not in rendered.svg
+        assert "Matplotlib" not in rendered.svg
+
+
+def test_every_figure_says_what_is_seen_and_how_to_read_it(gallery):
+    assert len({drawing.name for drawing, _ in gallery}) == len(DRAWERS)
+    for drawing, _ in gallery:
+        assert all((drawing.title, drawing.caption, drawing.alt))
+        assert "nan" not in drawing.caption + drawing.alt
+
+
+def test_each_dtype_has_its_colour_wherever_it_stands(gallery):
+    for drawing, rendered in gallery:
+        shown = {dtype for dtype, colour in style.COLOURS.items() if colour in rendered.svg}
+        # Points in an image have no colour of their own in the SVG; the problems are of no precision.
+        assert shown == (set() if drawing.name in ("mismatch-tokens", "solve-rates") else {"bf16", "fp16"})
+
+
+def test_precisions_of_one_compute_dtype_share_its_colour_and_differ_otherwise():
+    config = Config.model_validate(
+        {
+            "precisions": {
+                "bf16": {"compute": "bf16", "rollout": "bf16"},
+                "bf16-fp32": {"compute": "bf16", "rollout": "fp32"},
+                "fp16": {"compute": "fp16", "rollout": "fp16"},
+            },
+            "mismatch": {"precisions": ["bf16"]},
+        }
+    )
+    looks = style.looks(config.precisions)
+    first, second, other = looks["bf16"], looks["bf16-fp32"], looks["fp16"]
+    assert first.colour == second.colour != other.colour
+    assert (first.marker, first.line) != (second.marker, second.line)
+    assert (first.label, second.label) == ("BF16", "bf16-fp32")
+
+
+def test_a_user_s_own_matplotlib_settings_change_nothing(narrow):
+    import matplotlib
+
+    plain = drawn(mismatch.fidelity, narrow)[1]
+    with matplotlib.rc_context({"font.size": 20, "axes.facecolor": "pink", "figure.dpi": 30}):
+        among_others = drawn(mismatch.fidelity, narrow)[1]
+        assert matplotlib.rcParams["font.size"] == 20
+    assert plain == among_others
+
+
+def test_inline_figures_take_the_page_s_colours_and_keep_their_ids_apart(gallery):
+    (rendered,) = (rendered for drawing, rendered in gallery if drawing.name == "mismatch-tokens")
+    inline = style.inline_svg(rendered, "one", 'π < μ & "k3"')
+    assert inline.startswith("<svg ")
+    assert 'aria-label="π &lt; μ &amp; &quot;k3&quot;"' in inline
+    assert "currentColor" in inline
+    assert style.INK not in inline
+    ids = set(re.findall(r'\bid="([^"]+)"', inline))
+    assert all(name.startswith("one-") for name in ids)
+    references = set(re.findall(r'(?:href="#|url\(#)([^")]+)', inline))
+    assert references
+    assert references <= ids
+
+
+def test_missing_cells_and_runs_are_said_in_the_panel(narrow):
+    """Nothing of BF16: its panel says so, and the others are drawn."""
+    cells = [cell for cell in narrow.cells if cell.precision == "fp16"]
+    for draw in (mismatch.tokens, mismatch.sequences):
+        with style.styled():
+            drawing = draw(dataclasses.replace(narrow, cells=cells))
+            texts = [text.get_text() for panel in drawing.figure.axes for text in panel.texts]
+            assert texts.count("no scores") == 1
+    with style.styled():
+        runs = [run for run in narrow.runs if run.name.precision == "fp16"]
+        labels = training.reward(dataclasses.replace(narrow, runs=runs)).figure.legends[0].get_texts()
+        assert [label.get_text() for label in labels] == ["FP16"]
+
+
+def test_a_caption_does_not_call_extremes_an_interval(narrow):
+    with style.styled():
+        assert "no confidence interval" in training.reward(narrow).caption
+        one_seed = dataclasses.replace(narrow, runs=[run for run in narrow.runs if run.name.seed == 0])
+        assert "band" not in training.reward(one_seed).caption
+
+
+def test_logs_without_a_positive_number_are_drawn(narrow):
+    """A log axis has no place for zeros: a gradient norm that is always 0 leaves an empty panel, and no error."""
+    runs = [
+        dataclasses.replace(run, series={**run.series, "gradient_norm": run.series["gradient_norm"] * 0})
+        for run in narrow.runs
+    ]
+    with style.styled():
+        figure = training.health(dataclasses.replace(narrow, runs=runs)).figure
+        (panel,) = (panel for panel in figure.axes if panel.get_ylabel() == "gradient norm")
+        assert [text.get_text() for text in panel.texts] == ["no values to show"]
+        figure.draw_without_rendering()
+
+
+def test_the_style_leaves_no_trace(narrow):
+    import matplotlib
+
+    before = dict(matplotlib.rcParams)
+    drawn(mismatch.fidelity, narrow)
+    assert dict(matplotlib.rcParams) == before
