@@ -12,6 +12,7 @@ from halfmatch import __version__
 from halfmatch.config import Config
 from halfmatch.config_checks import nearest
 from halfmatch.errors import UserError
+from halfmatch.measure import options as measure_options
 from halfmatch.steps import STEPS, run
 
 _STEP_HELP = {
@@ -92,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("doctor", "say what this machine has, what each step would use, and what is missing", _doctor)
     add("headline", "print the headline table of a finished report", _headline)
+    measure_options.add_to(add("measure", measure_options.HELP, _measure, takes_config=False))
     restore = add(
         "restore", "after `dvc pull` or `dvc checkout`: tell Snakemake that the results are up to date", _restore
     )
@@ -158,6 +160,12 @@ def _headline(options: argparse.Namespace) -> None:
     from halfmatch.report.headline import table
 
     print(table(_load(options)))
+
+
+def _measure(options: argparse.Namespace) -> None:
+    from halfmatch.measure.measurement import run as measure
+
+    print(measure(measure_options.settings(options)))
 
 
 def _restore(options: argparse.Namespace) -> None:

@@ -76,7 +76,7 @@ def read(path: Path, columns: Mapping[str, str] | None = None) -> list[Rollout]:
     if unknown:
         raise UserError(f"--columns: {', '.join(sorted(unknown))}: known are {', '.join([*COLUMNS, 'mask'])}")
     rollouts = []
-    for number, raw in enumerate(_rows(path)):
+    for number, raw in enumerate(read_rows(path)):
         for row in _responses(raw):
             rollout = _rollout(_Row(row, columns or {}, f"{path}: row {number}"))
             if rollout.sampled.any():
@@ -86,12 +86,8 @@ def read(path: Path, columns: Mapping[str, str] | None = None) -> list[Rollout]:
     return rollouts
 
 
-def rows_of(path: Path) -> Iterator[dict[str, Any]]:
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     """The rows of a Parquet, JSONL or JSON file as dictionaries."""
-    return _rows(path)
-
-
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
     if not path.is_file():
         raise UserError(f"{path}: there is no such file")
     kind = path.suffix.lower()
@@ -179,7 +175,7 @@ class _Row:
 
 
 def _rollout(row: _Row) -> Rollout:
-    prompt_ids, token_ids = _tokens(row)
+    prompt_ids, token_ids, attended = _tokens(row)
     logprobs = row.get("logprobs")
     if isinstance(logprobs, Mapping):  # a server's completion keeps several lists there
         logprobs = logprobs.get("token_logprobs")
@@ -188,11 +184,11 @@ def _rollout(row: _Row) -> Rollout:
     logp_rollout = _logprobs(row, "logprobs", logprobs, token_ids)
     train = row.get("logp_train")
     logp_train = None if train is None else _logprobs(row, "logp_train", train, token_ids)
-    sampled = _sampled(row, token_ids, logp_rollout)
+    sampled = _sampled(row, token_ids, logp_rollout, attended)
     for name, values in (("logprobs", logp_rollout), ("logp_train", logp_train)):
         if values is not None and (values[sampled] > LARGEST_LOGPROB).any():
             raise UserError(f"{row.where}: {name} are above 0, as probabilities are; log-probs are needed, in nats")
-    # The end of a padded row says nothing.
+    # What stands behind the last sampled token is padding.
     end = int(np.flatnonzero(sampled)[-1]) + 1 if sampled.any() else 0
     problem_id = row.get("problem_id")
     if problem_id is None:
@@ -208,44 +204,50 @@ def _rollout(row: _Row) -> Rollout:
     )
 
 
-def _tokens(row: _Row) -> tuple[list[int] | None, list[int]]:
-    """Prompt and response: apart, or as slime has them, in one list of which the last response_length are the response."""
+def _tokens(row: _Row) -> tuple[list[int] | None, list[int], BoolArray | None]:
+    """Prompt, response, and which of the response's tokens an attention mask over both shows, if there is one.
+
+    slime has prompt and response in one list, of which the last response_length are the response.
+    """
     token_ids, prompt_ids = row.get("token_ids"), row.get("prompt_ids")
     together, length = row.column("tokens"), row.column("response_length")
     if token_ids is None and together is not None and length is not None:
         together = _ids(row, "tokens", together)
         if not 0 <= length <= len(together):
             raise UserError(f"{row.where}: response_length is {length}, and there are {len(together)} tokens")
-        return together[: len(together) - length], together[len(together) - length :]
+        return together[: len(together) - length], together[len(together) - length :], None
     if token_ids is None:
         raise row.missing("token_ids")
     token_ids = _ids(row, "token_ids", token_ids)
     if prompt_ids is None or isinstance(prompt_ids, str):
-        return None, token_ids
+        return None, token_ids, None
     prompt_ids = _ids(row, "prompt_ids", prompt_ids)
-    mask = row.get("prompt_mask")
-    attention = row.get("attention_mask")
-    if mask is None and attention is not None and len(attention) == len(prompt_ids) + len(token_ids):
-        mask = attention[: len(prompt_ids)]
-    if mask is not None:
-        prompt_ids = [token for token, kept in zip(prompt_ids, _flags(row, "prompt_mask", mask, prompt_ids)) if kept]
-    return prompt_ids, token_ids
+    prompt_mask, attention_mask = row.get("prompt_mask"), row.get("attention_mask")
+    attended = None
+    if attention_mask is not None:
+        both = _flags(row, "attention_mask", attention_mask, [*prompt_ids, *token_ids])
+        kept, attended = both[: len(prompt_ids)], both[len(prompt_ids) :]
+    elif prompt_mask is not None:
+        kept = _flags(row, "prompt_mask", prompt_mask, prompt_ids)
+    else:
+        return prompt_ids, token_ids, None
+    return [token for token, keep in zip(prompt_ids, kept, strict=True) if keep], token_ids, attended
 
 
-def _sampled(row: _Row, token_ids: Sequence[int], logp_rollout: FloatArray) -> BoolArray:
+def _sampled(row: _Row, token_ids: Sequence[int], logp_rollout: FloatArray, attended: BoolArray | None) -> BoolArray:
     """Where a token counts: the product of the row's masks, everywhere if it has none."""
-    masks = row.masks()
-    sampled = np.ones(len(token_ids), dtype=bool)
-    for mask in masks:
-        sampled &= _flags(row, "a mask", mask, token_ids)
-    if not masks and len(token_ids) > 2:
-        last = token_ids[-1]
-        if token_ids[-2] == last and logp_rollout[-1] == 0.0 and logp_rollout[-2] == 0.0:
-            raise UserError(
-                f"{row.where} ends in tokens {last} with log-probs of exactly 0, as padding does, and has no mask; add "
-                f"one ({', '.join(MASKS)}), or cut the padding off"
-            )
-    return sampled
+    masks = [_flags(row, "a mask", mask, token_ids) for mask in row.masks()]
+    if attended is not None:
+        masks.append(attended)
+    if masks:
+        return np.logical_and.reduce(masks)
+    padded = len(token_ids) > 2 and token_ids[-2] == token_ids[-1] and not logp_rollout[-2:].any()
+    if padded:
+        raise UserError(
+            f"{row.where} ends in tokens {token_ids[-1]} with log-probs of exactly 0, as padding does, and has no "
+            f"mask; add one ({', '.join(MASKS)}), or cut the padding off"
+        )
+    return np.ones(len(token_ids), dtype=bool)
 
 
 def _flags(row: _Row, name: str, values: Sequence[Any], tokens: Sequence[int]) -> BoolArray:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from halfmatch.report.numbers import number, percent, with_interval
 from halfmatch.statistics import Estimate
@@ -17,8 +16,8 @@ from halfmatch.statistics import Estimate
 HORIZONS = (1024, 8192, 32_768)
 # Shares of samples that a correction can use, from which on it is called easy, costly and useless.
 EASY, COSTLY, USELESS = 0.9, 0.5, 0.1
-# The truncation bound of token-level importance sampling that the paper uses, as a log-ratio.
-TRUNCATION = math.log(2.0)
+# Effective responses below which the share that is seen says little.
+FEW = 10
 # |k3 − k1| = |E[π/μ] − 1| above which the two sides cannot be one distribution with rounding.
 LARGEST_BIAS = 0.05
 
@@ -45,9 +44,9 @@ def _warnings(metrics: Mapping[str, Estimate]) -> list[str]:
     if abs(bias) <= LARGEST_BIAS:
         return []
     return [
-        f"These are not two computations of one distribution: the mean of π/μ over tokens is {number(1 + bias)}, and it "
-        "is 1 for equal weights and settings. Were the log-probs taken before the temperature, at another temperature, "
-        "with a nucleus, or from other weights? What follows takes them as they are."
+        f"These are not two computations of one distribution: the mean of π/μ over tokens is {number(1 + bias)}, and "
+        "it is 1 for equal weights and settings. Were the log-probs taken before the temperature, at another "
+        "temperature, with a nucleus, or from other weights? What follows takes them as they are."
     ]
 
 
@@ -62,38 +61,38 @@ def _token_level(metrics: Mapping[str, Estimate]) -> str:
         else "throw away a large part of what was sampled"
     )
     return (
-        f"Token-level corrections (TIS) {effect}: {percent(off, 1)} of the tokens have a weight that is off by more than "
-        f"10 %, and the weights of single tokens leave {percent(left, 1)} of the samples. They bound each token and do "
-        "not correct the distribution of whole responses."
+        f"Token-level corrections (TIS) {effect}: {percent(off, 1)} of the tokens have a weight that is off by more "
+        f"than 10 %, and the weights of single tokens leave {percent(left, 1)} of the samples. They bound each token "
+        "and do not correct the distribution of whole responses."
     )
 
 
 def _sequence_level(metrics: Mapping[str, Estimate], sequences: int) -> str:
-    share, length = metrics["ess_share"], metrics["mean_length"].value
+    seen, law, length = metrics["ess_share"], metrics["ess_share_predicted"], metrics["mean_length"].value
+    # Where hardly a response would be left, the few there are show too large a share: at least one of them counts.
+    few = sequences * law.value < FEW
+    left = min(seen.value, law.value) if few else seen.value
     judgement = (
         "can be used as they are"
-        if share.value >= EASY
+        if left >= EASY
         else "can be used, at a price"
-        if share.value >= COSTLY
+        if left >= COSTLY
         else "lose more than half of the samples"
-        if share.value >= USELESS
+        if left >= USELESS
         else "are useless: a few responses carry all the weight"
     )
-    few = (
-        f" With {sequences} responses a share cannot be seen to fall below {percent(1 / sequences, 1)}."
-        if sequences * metrics["ess_share_predicted"].value < 10
-        else ""
+    caution = (
+        f" {sequences} responses are too few to see a share this small; the law is the better guide." if few else ""
     )
     return (
         f"Sequence-level corrections (TIS, MIS over whole responses) {judgement} at this length: of responses of "
-        f"{number(length)} tokens on average, {_share(share)} are effective (by the σ law "
-        f"{percent(metrics['ess_share_predicted'].value)}).{few}"
+        f"{number(length)} tokens on average, {share(seen)} are effective (by the σ law {share(law)}).{caution}"
     )
 
 
 def _beyond(metrics: Mapping[str, Estimate]) -> str:
     predicted = ", ".join(
-        f"{_share(ess_share_after(metrics['k3'], tokens))} at {tokens // 1024}K" for tokens in HORIZONS
+        f"{share(ess_share_after(metrics['k3'], tokens))} at {tokens // 1024}K" for tokens in HORIZONS
     )
     return (
         f"Half of the samples are lost after {with_interval(metrics['usable_length'], 2)} tokens; the share left is "
@@ -108,13 +107,14 @@ def _law(metrics: Mapping[str, Estimate]) -> list[str]:
         return []
     length = math.log(2) * metrics["mean_length"].value / seen.value**2
     return [
-        f"The law is off here: σ is {with_interval(seen, 2)} where it says {number(law, 2)}; differences along a response "
-        f"{'add up' if seen.value > law else 'cancel'}. By the variance seen, half of the samples are lost after "
-        f"{number(length, 2)} tokens."
+        f"The law is off here: σ is {with_interval(seen, 2)} where it says {number(law, 2)}; differences along a "
+        f"response {'add up' if seen.value > law else 'cancel'}. By the variance seen, half of the samples are lost "
+        f"after {number(length, 2)} tokens."
     ]
 
 
-def _share(share: Estimate) -> str:
-    if math.isnan(share.low):
-        return percent(share.value)
-    return f"{percent(share.value)} [{percent(share.low)}, {percent(share.high)}]"
+def share(estimate: Estimate) -> str:
+    """A share of the samples as text, with its interval."""
+    if math.isnan(estimate.low):
+        return percent(estimate.value, 1)
+    return f"{percent(estimate.value, 1)} [{100 * estimate.low:.1f}, {100 * estimate.high:.1f}]"
