@@ -319,15 +319,15 @@ def test_description_and_dtype(dtype, changes, emulated, tiny_model_folder):
     assert description["dtype"] == dtype
     assert description["emulated"] is emulated
     assert description["fp32_modules"] == ["lm_head"]
+    assert description["attention"] == "halfmatch"
+    assert json.loads(json.dumps(description)) == description
+    engine.close()
 
 
 def test_layers_in_fp32_that_round_their_inputs_are_of_what_they_round_to(tiny_model_folder):
     engine = engine_of(tiny_model_folder, "bf16", fp32_modules=("between_matmuls",))
     assert engine.dtype == "bf16"
     assert {parameter.dtype for parameter in engine._model.parameters()} == {torch.float32}
-    assert description["attention"] == "halfmatch"
-    assert json.loads(json.dumps(description)) == description
-    engine.close()
 
 
 def test_the_dtype_is_that_of_the_weights_and_not_of_the_configuration(tiny_model_folder):

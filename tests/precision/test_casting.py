@@ -17,7 +17,7 @@ from transformers import (
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from halfmatch.errors import UserError
-from halfmatch.precision import torch_dtype
+from halfmatch.precision import attention, torch_dtype
 from halfmatch.precision.casting import cast_model
 from halfmatch.precision.emulation import EmulatedLinear
 
@@ -133,7 +133,106 @@ def test_an_fp32_router_decides_in_fp32():
     assert (logits.float() - exact).norm() / exact.norm() < 0.05
 
 
-@pytest.mark.parametrize("fp32_modules", [(), ("lm_head", "norm")])
+def watched(model, module):
+    """What a module is called with and what it gives, in a forward pass of the model."""
+    calls = []
+    handle = module.register_forward_hook(
+        lambda module, args, kwargs, output: calls.append((args, kwargs, output)), with_kwargs=True
+    )
+    model(IDS)
+    handle.remove()
+    return calls[0]
+
+
+@pytest.mark.parametrize("fp32_modules", [("attention",), ("attention", "norm"), ("attention", "mlp", "lm_head")])
+def test_fp32_attention_computes_in_fp32_and_rounds_its_result(fp32_modules):
+    exact, model = qwen3(), qwen3()
+    cast_model(exact, "fp32")
+    cast_model(model, "bf16", fp32_modules, emulate="always")
+    attention = model.model.layers[1].self_attn
+    assert {parameter.dtype for parameter in attention.parameters()} == {torch.float32}
+    _, given, (found, _) = watched(model, attention)
+    assert found.dtype == torch.bfloat16
+    assert all(angles.dtype == torch.float32 for angles in given["position_embeddings"])
+    expected, _ = exact.model.layers[1].self_attn(
+        hidden_states=given["hidden_states"].float(),
+        position_embeddings=exact.model.rotary_emb(given["hidden_states"].float(), torch.arange(12)[None]),
+        attention_mask=None,
+    )
+    assert (found == expected.bfloat16()).float().mean() > 0.99
+
+
+def test_fp32_mlps_compute_in_fp32_and_round_their_result():
+    exact, model = qwen3(), qwen3()
+    cast_model(model, "fp16", ("mlp",), emulate="always")
+    assert not any(isinstance(module, EmulatedLinear) for module in model.model.layers[0].mlp.modules())
+    assert isinstance(model.model.layers[0].self_attn.q_proj, EmulatedLinear)
+    (given,), _, found = watched(model, model.model.layers[0].mlp)
+    assert torch.equal(given, given.half().float())
+    assert found.dtype == torch.float16
+    assert (found == exact.model.layers[0].mlp(given.float()).half()).float().mean() > 0.99
+
+
+def test_a_part_that_a_model_does_not_have_is_refused():
+    model = qwen3()
+    model.model.layers = torch.nn.ModuleList()
+    with pytest.raises(UserError, match="Qwen3ForCausalLM has no module that is known as its attention"):
+        cast_model(model, "bf16", ("attention",))
+
+
+def test_between_matmuls_only_what_is_multiplied_is_rounded():
+    exact, model, rounded = qwen3(tied=True), qwen3(tied=True), qwen3(tied=True)
+    cast_model(exact, "fp32")
+    cast_model(model, "bf16", ("between_matmuls",))
+    cast_model(rounded, "bf16", emulate="always")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    layer = model.model.layers[0]
+    (given,), _, found = watched(model, layer.mlp.up_proj)
+    assert given.dtype == found.dtype == torch.float32
+    exactly = given.bfloat16().double() @ layer.mlp.up_proj.weight.bfloat16().double().T
+    torch.testing.assert_close(found.double(), exactly, rtol=1e-5, atol=1e-5)
+    _, _, (attended, _) = watched(model, layer.self_attn)
+    assert attended.dtype == torch.float32
+    logits = model(IDS).logits
+    assert logits.dtype == torch.float32
+    error, of_all = ((logits_ - exact(IDS).logits).norm() for logits_ in (logits, rounded(IDS).logits.float()))
+    assert 0 < error < of_all
+
+
+def test_between_matmuls_attention_multiplies_rounded_queries_keys_and_values():
+    model = qwen3()
+    cast_model(model, "bf16", ("between_matmuls",))
+    seen = []
+    name = model.config._attn_implementation
+    assert name == attention.rounding_name(attention.NAME, "bf16")
+    plain = attention.attention
+
+    def watching(module, query, key, value, *args, **options):
+        seen.extend([query.dtype, key.dtype, value.dtype])
+        return plain(module, query, key, value, *args, **options)
+
+    query, key, value = (torch.randn(1, heads, 5, 32) for heads in (2, 1, 1))
+    found, _ = attention._of_rounded(watching, torch.bfloat16)(model, query, key, value, None)
+    assert set(seen) == {torch.bfloat16}
+    expected, _ = plain(model, query.bfloat16(), key.bfloat16(), value.bfloat16(), None)
+    assert torch.equal(found, expected)
+
+
+def test_between_matmuls_parts_in_fp32_round_nothing():
+    exact, model = qwen3(), qwen3()
+    cast_model(exact, "fp32")
+    cast_model(model, "bf16", ("between_matmuls", "attention", "mlp", "lm_head"))
+    assert torch.equal(model(IDS).logits, exact(IDS).logits)
+
+
+def test_between_matmuls_other_matmuls_than_linear_layers_are_refused():
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32))
+    with pytest.raises(UserError, match=r"between_matmuls.*multiplies by its weights in a way of its own"):
+        cast_model(model, "bf16", ("between_matmuls",))
+
+
+@pytest.mark.parametrize("fp32_modules", [(), ("lm_head", "norm"), ("attention",), ("mlp",), ("between_matmuls",)])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_gradients_are_the_fp32_models_to_their_precision(dtype, fp32_modules):
     exact, model = qwen3(tied=True), qwen3(tied=True)

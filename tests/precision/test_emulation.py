@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfmatch.precision import emulation
-from halfmatch.precision.emulation import EmulatedLinear, is_emulated, linear
+from halfmatch.precision.emulation import EmulatedLinear, RoundingLinear, is_emulated, linear
 
 DTYPES = [torch.bfloat16, torch.float16]
 SIGNIFICAND_BITS = {torch.bfloat16: 8, torch.float16: 11}
@@ -46,6 +46,34 @@ def accumulation_bounds(x, w, b, dy):
     )
     rows, width, out = x.shape[0] * x.shape[1], x.shape[2], w.shape[0]
     return [(terms + 1) * 2.0**-23 * sums for terms, sums in zip((width, out, rows, rows), magnitudes, strict=False)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(shape=SHAPES)
+def test_rounding_inputs_alone_gives_float64s_of_the_rounded_inputs(dtype, shape):
+    given_tensors = [None if tensor is None else tensor * 1.001 for tensor in tensors(shape, torch.float32)]
+    x, w, b, dy = given_tensors
+    layer = RoundingLinear(torch.nn.Linear(w.shape[1], w.shape[0], bias=b is not None), dtype)
+    with torch.no_grad():
+        layer.weight.copy_(w)
+        if b is not None:
+            layer.bias.copy_(b)
+    inputs = x.clone().requires_grad_()
+    result = layer(inputs)
+    found = [result.detach(), *torch.autograd.grad(result, [inputs, *layer.parameters()], dy)]
+    rounded = [tensor.to(dtype).float() for tensor in (x, w)] + [b, dy.to(dtype).float()]
+    exact = forward_and_backward(
+        torch.nn.functional.linear, *(None if tensor is None else tensor.double() for tensor in rounded)
+    )
+    if b is not None:
+        exact[-1] = dy.double().sum((0, 1))  # a sum, not a product: of what was not rounded
+    for value, right, bound in zip(found, exact, accumulation_bounds(x, w, b, dy), strict=True):
+        assert value.dtype == torch.float32
+        assert ((value - right).abs() <= 1.02 * bound).all()
+    with torch.no_grad():
+        assert torch.equal(layer(x), result)
+        layer.weight.mul_(2)
+        assert not torch.equal(layer(x), result)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

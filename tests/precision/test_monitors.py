@@ -43,6 +43,22 @@ def test_audit_knows_the_modules_that_stay_in_fp32(tiny_model_folder, emulate):
     assert report["model.layers.0.mlp.up_proj"] == torch.bfloat16
 
 
+@pytest.mark.parametrize("part", ["attention", "mlp"])
+def test_audit_knows_layers_that_are_in_fp32_as_a_whole(tiny_model_folder, part):
+    precision = Precision.named("bf16", emulate="always", fp32_modules=(part,))
+    report = audit_matmuls(load(tiny_model_folder, precision), precision, TOKENS)
+    dtypes = {"attention": report["model.layers.0.self_attn.q_proj"], "mlp": report["model.layers.0.mlp.up_proj"]}
+    assert dtypes == {name: torch.float32 if name == part else torch.bfloat16 for name in dtypes}
+
+
+def test_audit_knows_what_layers_in_fp32_round_their_inputs_to(tiny_model_folder):
+    precision = Precision.named("bf16", fp32_modules=("between_matmuls",))
+    model = load(tiny_model_folder, precision)
+    assert audit_matmuls(model, precision, TOKENS)["model.layers.0.mlp.up_proj"] == torch.bfloat16
+    with pytest.raises(UserError, match=r"computes in .*bfloat16.* instead of float16"):
+        audit_matmuls(model, Precision.named("fp16", fp32_modules=("between_matmuls",)), TOKENS)
+
+
 def test_audit_raises_where_the_whole_setting_was_lost(tiny_model_folder):
     model = load(tiny_model_folder, Precision.named("fp32"))
     with pytest.raises(UserError, match=r"layers\.0\.self_attn\.q_proj computes in float32 instead of float16"):

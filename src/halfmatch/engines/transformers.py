@@ -28,7 +28,7 @@ from halfmatch.engines.decoding import Decoding
 from halfmatch.errors import UserError
 from halfmatch.precision import dtype_name, torch_dtype
 from halfmatch.precision.casting import cast_model
-from halfmatch.precision.emulation import is_emulated
+from halfmatch.precision.emulation import RoundingLinear, is_emulated
 
 if TYPE_CHECKING:
     from halfmatch.config import EngineSettings, Sampling
@@ -63,13 +63,14 @@ class TransformersEngine:
 
     @property
     def dtype(self) -> DType:
-        """What the decoder's matrices hold, read from the weights themselves."""
+        """What the decoder's matmuls multiply, read from the layers themselves."""
         ends = (self._model.get_input_embeddings(), self._model.get_output_embeddings())
         sizes: Counter[torch.dtype] = Counter()
         for module in self._model.modules():
             weight = getattr(module, "weight", None)
             if weight is not None and weight.dim() > 1 and module not in ends:
-                sizes[weight.dtype] += weight.numel()
+                rounded_to = module.dtype if isinstance(module, RoundingLinear) else weight.dtype
+                sizes[rounded_to] += weight.numel()
         return dtype_name(sizes.most_common(1)[0][0])
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

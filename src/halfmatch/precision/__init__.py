@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 DType = Literal["bf16", "fp16", "fp32"]
-Fp32Module = Literal["lm_head", "norm", "value_head", "router"]
+Fp32Module = Literal["lm_head", "norm", "value_head", "router", "attention", "mlp", "between_matmuls"]
 Emulate = Literal["auto", "always", "never"]
 
 _TORCH_NAMES: dict[str, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -32,7 +32,7 @@ def dtype_name(dtype: torch.dtype) -> DType:
 
 
 class LossScaling(BaseModel):
-    """Dynamic loss scaling, as torch's GradScaler defines it: grow after `growth_interval` finite steps, back off at once."""
+    """Dynamic loss scaling as of torch's GradScaler: grow after `growth_interval` finite steps, back off at once."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -68,14 +68,18 @@ class Precision(BaseModel):
         "fp32", description="master weights and optimizer state; 16-bit masters are refused"
     )
     reduce: Literal["fp32", "bf16", "fp16"] = Field("fp32", description="gradient accumulation and reduction")
-    fp32_modules: tuple[Fp32Module, ...] = Field((), description="parts computed in fp32 by the trainer and the engine")
+    fp32_modules: tuple[Fp32Module, ...] = Field(
+        (),
+        description="parts computed in fp32 by the trainer and the engine: lm_head, norm, value_head, router, "
+        "attention, mlp; between_matmuls is everything but the inputs of matmuls",
+    )
     loss_scaling: LossScaling | None = Field(
         None, description="dynamic loss scaling; fp16 compute only, and always there"
     )
     emulate: Emulate = Field(
         "auto",
-        description="16-bit matmuls on a CPU as fp32 accumulation and one rounding: auto (where the CPU has no units for "
-        "the dtype), always, never",
+        description="16-bit matmuls on a CPU as fp32 accumulation and one rounding: auto (where the CPU has no units "
+        "for the dtype), always, never",
     )
 
     @model_validator(mode="before")
@@ -89,8 +93,8 @@ class Precision(BaseModel):
     def _scaling_fits(self) -> Self:
         if self.compute == "fp16" and self.loss_scaling is None:
             raise ValueError(
-                "compute: fp16 needs loss scaling (gradients below 6e-8 become zero without it); leave loss_scaling out "
-                "for the default or give its values"
+                "compute: fp16 needs loss scaling (gradients below 6e-8 become zero without it); leave loss_scaling "
+                "out for the default or give its values"
             )
         if self.compute != "fp16" and self.loss_scaling is not None:
             raise ValueError(f"compute: {self.compute} has fp32's range and takes no loss scaling; remove loss_scaling")

@@ -14,15 +14,20 @@ Products are fp32 matmuls of 16-bit values, as in `halfmatch.precision.emulation
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from halfmatch.errors import UserError
+from halfmatch.precision import torch_dtype
+
+if TYPE_CHECKING:
+    from halfmatch.precision import DType
 
 NAME = "halfmatch"
 # Keys are padded to multiples of this, and products with V are summed block by block in order. What is masked adds
@@ -146,5 +151,25 @@ def _values_sum(weights: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return result
 
 
+def _of_rounded(compute: Any, dtype: torch.dtype) -> Any:
+    """Attention of fp32 queries, keys and values that rounds these, the inputs of its matmuls."""
+
+    def attention_of_rounded(
+        module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **options: Any
+    ) -> Any:
+        return compute(module, query.to(dtype), key.to(dtype), value.to(dtype), *args, **options)
+
+    return attention_of_rounded
+
+
+def rounding_name(name: str, dtype: DType) -> str:
+    """The attention called `name`, for inputs in fp32 that it rounds to `dtype`."""
+    return f"{name}-of-{dtype}"
+
+
 AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)
+for _name, _compute in ((NAME, attention), ("sdpa", sdpa_attention_forward)):
+    for _dtype in ("bf16", "fp16"):
+        AttentionInterface.register(rounding_name(_name, _dtype), _of_rounded(_compute, torch_dtype(_dtype)))
+        AttentionMaskInterface.register(rounding_name(_name, _dtype), sdpa_mask)

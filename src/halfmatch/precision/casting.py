@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from halfmatch.errors import UserError
 from halfmatch.precision import attention, torch_dtype
-from halfmatch.precision.emulation import EmulatedLinear, is_emulated
+from halfmatch.precision.emulation import EmulatedLinear, RoundingLinear, is_emulated
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -23,47 +23,79 @@ def cast_model(
     """Make `model` compute in `dtype`, in place; its Parameter objects stay the same, so tied weights stay tied.
 
     - Parameters become `dtype`. Buffers (rotary frequencies) keep theirs.
-    - `fp32_modules` keep fp32 parameters and compute in fp32. Norms and routers give their result back in `dtype`; the
-      LM head and the value head give fp32. A weight that an fp32 LM head shares with the embedding is fp32, and the
-      embedding rounds its output: the same bits as an embedding in `dtype`.
+    - `fp32_modules` keep fp32 parameters and compute in fp32. They give their result back in `dtype`, but for the LM
+      head and the value head, which give fp32. A weight that an fp32 LM head shares with the embedding is fp32, and
+      the embedding rounds its output: the same bits as an embedding in `dtype`.
+    - With `between_matmuls` among them all is fp32 and stays so, parameters too; what a Linear layer or attention
+      multiplies is rounded to `dtype` when it is, unless that part is in fp32 itself.
     - Where `is_emulated`, Linear layers become emulated ones.
     - Attention becomes `halfmatch.precision.attention` on a CPU, PyTorch's fused kernels elsewhere.
     """
     device = next(model.parameters()).device
     compute = torch_dtype(dtype)
     kept = modules_in_fp32(model, fp32_modules)
+    implementation = attention.NAME if device.type == "cpu" else "sdpa"
+    if "between_matmuls" in fp32_modules and dtype != "fp32":
+        _refuse_other_matmuls(model)
+        in_fp32 = "attention" in fp32_modules
+        _set_attention(model, implementation if in_fp32 else attention.rounding_name(implementation, dtype))
+        _replace_linears(model, lambda layer: RoundingLinear(layer, compute), leave=kept)
+        return
     kept_parameters = {id(parameter) for module in kept for parameter in module.parameters()}
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.float32 if id(parameter) in kept_parameters else compute)
-    _set_attention(model, attention.NAME if device.type == "cpu" else "sdpa")
+    _set_attention(model, implementation)
     if dtype == "fp32":
         return
     for module, name in kept.items():
-        module.register_forward_pre_hook(_cast_inputs)
-        if name in ("norm", "router"):
+        module.register_forward_pre_hook(_widen_inputs, with_kwargs=True)
+        if name not in ("lm_head", "value_head"):
             module.register_forward_hook(_CastOutputs(compute))
+    if "attention" in fp32_modules:
+        for module in model.modules():
+            if "rotary" in type(module).__name__.lower():  # its angles come in the dtype of what it is given
+                module.register_forward_pre_hook(_widen_inputs, with_kwargs=True)
     embedding = model.get_input_embeddings()
     if id(embedding.weight) in kept_parameters:
         embedding.register_forward_hook(_CastOutputs(compute))
     if is_emulated(dtype, emulate, str(device)):
-        _emulate_linears(model, leave=kept)
+        _replace_linears(model, EmulatedLinear, leave=kept)
 
 
 def modules_in_fp32(model: PreTrainedModel, names: Collection[Fp32Module]) -> dict[torch.nn.Module, Fp32Module]:
-    """The modules that each name stands for; a model without a router or a value head has none of them."""
+    """The modules that each name stands for, those inside of another left out.
+
+    A model without a router or a value head has none of them. `between_matmuls` stands for no modules.
+    """
     found: dict[torch.nn.Module, Fp32Module] = {}
     head = model.get_output_embeddings()
     if "lm_head" in names and head is not None:
         found[head] = "lm_head"
+    inside = "-"  # of the module that was found last
     for path, module in model.named_modules():
-        leaf, kind = path.rpartition(".")[2], type(module).__name__.lower()
-        if "norm" in names and "norm" in kind:
-            found[module] = "norm"
-        elif "value_head" in names and leaf == "value_head":
-            found[module] = "value_head"
-        elif "router" in names and (kind.endswith("router") or leaf in ("gate", "router")):
-            found[module] = "router"
+        if path.startswith(inside):
+            continue
+        name = _name_of(path.rpartition(".")[2], type(module).__name__.lower())
+        if name is not None and name in names:
+            found[module] = name
+            inside = f"{path}."
+    for name in ("attention", "mlp"):
+        if name in names and name not in found.values():
+            raise UserError(f"{type(model).__name__} has no module that is known as its {name}; leave it out")
     return found
+
+
+def _name_of(leaf: str, kind: str) -> Fp32Module | None:
+    """What a module is, by its own name in the model and its class's in lower case."""
+    if "norm" in kind:
+        return "norm"
+    if leaf == "value_head":
+        return "value_head"
+    if kind.endswith("router") or leaf in ("gate", "router"):
+        return "router"
+    if leaf in ("self_attn", "attention", "attn"):
+        return "attention"
+    return "mlp" if leaf in ("mlp", "feed_forward", "block_sparse_moe") else None
 
 
 def _set_attention(model: PreTrainedModel, implementation: str) -> None:
@@ -76,11 +108,27 @@ def _set_attention(model: PreTrainedModel, implementation: str) -> None:
         )
 
 
-def _emulate_linears(model: torch.nn.Module, leave: Collection[torch.nn.Module]) -> None:
+def _refuse_other_matmuls(model: torch.nn.Module) -> None:
+    for path, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear | torch.nn.Embedding):
+            continue
+        if any(parameter.ndim > 1 for parameter in module.parameters(recurse=False)):
+            raise UserError(
+                f"fp32_modules: between_matmuls: {path} multiplies by its weights in a way of its own, so its inputs "
+                "would not be rounded; this works for models whose matmuls are Linear layers and attention"
+            )
+
+
+def _replace_linears(
+    model: torch.nn.Module,
+    replacement: Callable[[torch.nn.Linear], torch.nn.Module],
+    leave: Collection[torch.nn.Module],
+) -> None:
+    kept = {part for module in leave for part in module.modules()}
     for parent in list(model.modules()):
         for name, child in parent.named_children():
-            if type(child) is torch.nn.Linear and child not in leave:
-                setattr(parent, name, EmulatedLinear(child))
+            if type(child) is torch.nn.Linear and child not in kept:
+                setattr(parent, name, replacement(child))
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
@@ -89,8 +137,10 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
-def _cast_inputs(module: torch.nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    return _cast(arguments, torch.float32)
+def _widen_inputs(
+    module: torch.nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return _cast(arguments, torch.float32), {name: _cast(value, torch.float32) for name, value in options.items()}
 
 
 class _CastOutputs:

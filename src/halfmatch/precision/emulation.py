@@ -1,7 +1,7 @@
 """16-bit matmuls on a CPU as a tensor core computes them: fp32 accumulation of the 16-bit inputs, one rounding.
 
 Products of two 16-bit numbers are exact in fp32, so an fp32 matmul of the upcast inputs differs from a 16-bit unit only
-in the order of its sums.
+in the order of its sums. `RoundingLinear` leaves the rounding of the result out, on any device.
 """
 
 from __future__ import annotations
@@ -100,5 +100,48 @@ class EmulatedLinear(torch.nn.Linear):
     def _upcast_weight(self) -> torch.Tensor:
         state = (self.weight.data_ptr(), self.weight._version)
         if self._upcast is None or self._upcast[0] != state:
-            self._upcast = (state, self.weight.detach().float())
+            self._upcast = (state, self._sixteen_bit_weight().float())
         return self._upcast[1]
+
+    def _sixteen_bit_weight(self) -> torch.Tensor:
+        return self.weight.detach()
+
+
+class _RoundingLinear(torch.autograd.Function):
+    """x [..., in], w [out, in], b [out] or None: fp32; `dtype`: what the inputs of the three matmuls are rounded to."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+        x, w = x.to(dtype), w.to(dtype)
+        ctx.save_for_backward(x, w)
+        return fp32_linear(x.float(), w.float(), b)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, w = ctx.saved_tensors
+        dy_rounded = dy.to(x.dtype).float()
+        dx = dw = db = None
+        if ctx.needs_input_grad[0]:
+            dx = dy_rounded @ w.float()
+        if ctx.needs_input_grad[1]:
+            dw = dy_rounded.flatten(0, -2).T @ x.float().flatten(0, -2)
+        if ctx.needs_input_grad[2]:
+            db = dy.flatten(0, -2).sum(0)
+        return dx, dw, db, None
+
+
+class RoundingLinear(EmulatedLinear):
+    """A Linear layer in fp32 but for the inputs of its matmuls, which are rounded to `dtype`, forward and backward."""
+
+    def __init__(self, layer: torch.nn.Linear, dtype: torch.dtype):
+        super().__init__(layer)
+        self.dtype = dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            return _RoundingLinear.apply(x.float(), self.weight, self.bias, self.dtype)
+        return fp32_linear(x.to(self.dtype).float(), self._upcast_weight(), self.bias)
+
+    def _sixteen_bit_weight(self) -> torch.Tensor:
+        return self.weight.detach().to(self.dtype)

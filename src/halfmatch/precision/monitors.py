@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from halfmatch.errors import UserError
 from halfmatch.precision import Precision, torch_dtype
 from halfmatch.precision.casting import modules_in_fp32
-from halfmatch.precision.emulation import EmulatedLinear
+from halfmatch.precision.emulation import EmulatedLinear, RoundingLinear
 
 # Operators that multiply matrices, by the part of their names before the overload.
 MATMULS = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "_grouped_mm", "_scaled_dot_product", "mkldnn_linear")
@@ -53,7 +53,7 @@ class _Use:
     name: str
     module: torch.nn.Module
     kernel: set[torch.dtype]  # of the operators' operands
-    operands: set[torch.dtype]  # of the module's inputs and own weights
+    operands: set[torch.dtype]  # of the module's inputs and own weights, or what it rounds them to
     result: torch.dtype  # of what the module gives back
 
 
@@ -84,7 +84,8 @@ def _matmul_uses(model: torch.nn.Module, input_ids: torch.Tensor) -> list[_Use]:
         if kernel:
             weights = list(module.parameters(recurse=False))
             results = _dtypes([result]) or kernel
-            uses[module] = _Use(name, module, kernel, _dtypes([args, weights]), next(iter(results)))
+            operands = {module.dtype} if isinstance(module, RoundingLinear) else _dtypes([args, weights])
+            uses[module] = _Use(name, module, kernel, operands, next(iter(results)))
 
     handles = []
     for name, module in model.named_modules():
