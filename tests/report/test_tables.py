@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from halfmatch.config_files import to_yaml
 from halfmatch.paths import Paths
 from halfmatch.report import comparison, origin, tables
 from halfmatch.report.numbers import number, with_interval
@@ -160,9 +161,11 @@ def test_two_versions_of_a_package_are_both_named(results):
     assert row == ("torch", "1 and 2")
 
 
-def test_the_configuration_does_not_say_where_it_was_written_to(finished, results):
-    assert finished.output not in origin.settings(results)
-    assert "temperature: 1.0" in origin.settings(results)
+def test_settings_are_those_that_a_result_depends_on(results):
+    settings = dict(origin.settings(results).rows)
+    assert settings["training.learning_rate"] == "1.5e-05"
+    assert settings["precisions.bf16"].startswith('{"compute": "bf16"')
+    assert not {"output", "engine.gpu_memory", "grading.workers"} & settings.keys()
 
 
 def test_without_the_preset_there_is_no_comparison(results, tmp_path):
@@ -171,5 +174,6 @@ def test_without_the_preset_there_is_no_comparison(results, tmp_path):
 
 def test_differences_from_a_preset_are_named_with_their_source(results, tmp_path):
     preset = tmp_path / "paper.yaml"
-    preset.write_text(origin.settings(results).replace("learning_rate: 1.5e-05", "learning_rate: 1e-6  # T, C"))
+    text = to_yaml(results.config).replace("learning_rate: 1.5e-05", "learning_rate: 1e-6  # T, C")
+    preset.write_text(text.replace("gpu_memory: 0.6", "gpu_memory: 0.9"))  # nothing that a result depends on
     assert origin.differences(results, preset) == ["training.learning_rate: 1.5e-05; paper 1e-06 [T, C]"]

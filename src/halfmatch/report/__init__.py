@@ -148,7 +148,7 @@ def sections_of(results: Results, preset: Path) -> list[Section]:
             else "What ran, and with what.",
             lines=differences or (),
             tables=[tables.precisions(results), origin.computed_in(results), origin.versions(results)],
-            listing=origin.settings(results),
+            folded=[origin.settings(results)],
         ),
         Section(
             "origin",

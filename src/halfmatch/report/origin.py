@@ -8,13 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from halfmatch import plan
+from halfmatch import jobs, plan
 from halfmatch.config import Config
-from halfmatch.config_files import load, to_yaml
+from halfmatch.config_files import load
 from halfmatch.paths import Run
 from halfmatch.report.numbers import NOTHING
 from halfmatch.report.results import Artefact, Results
 from halfmatch.report.tables import Table
+from halfmatch.steps import STEPS, parameters
 
 PAPER_PRESET = Path("config/paper.yaml")
 
@@ -84,13 +85,31 @@ def _step(artefact: Artefact) -> tuple[str, str]:
     return (str(artefact.provenance.get("step", NOTHING)), str(artefact.provenance.get("config", NOTHING)))
 
 
-def settings(results: Results) -> str:
-    """The configuration as a file, to run it again; where it was written to is no part of it."""
-    return to_yaml(results.config.model_copy(update={"output": Config.model_fields["output"].default}))
+def settings(results: Results) -> Table:
+    """What the jobs of this run depend on. What they do not, such as memory to use or a folder to write to, is no part
+    of a result, nor of its report."""
+    return Table(
+        "settings",
+        "Settings",
+        ("key", "value"),
+        tuple((key, _plain(value)) for key, value in sorted(_parameters(results.config).items())),
+    )
 
 
 def differences(results: Results, preset: Path) -> list[str] | None:
-    """How the configuration differs from the paper's settings; None where the preset is not at hand."""
+    """How these settings differ from the paper's; None where its preset is not at hand."""
     if not preset.is_file():
         return None
-    return list(plan.differences(results.config, load([preset]), plan.preset_sources(preset)))
+    known = tuple(_parameters(results.config))
+    lines = plan.differences(results.config, load([preset]), plan.preset_sources(preset))
+    return [line for line in lines if line.partition(":")[0].startswith(known)]
+
+
+def _parameters(config: Config) -> dict[str, Any]:
+    """The parameters of all jobs, by their keys in the configuration."""
+    return {
+        key: value
+        for step in STEPS
+        for job in jobs.jobs(config, step)
+        for key, value in parameters(config, step, **job).items()
+    }

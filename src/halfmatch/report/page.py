@@ -30,13 +30,10 @@ class Section:
     tables: Sequence[Table] = ()
     folded: Sequence[Table] = ()
     lines: Sequence[str] = ()  # a list to unfold
-    listing: str = ""  # a file to unfold
 
     @property
     def is_empty(self) -> bool:
-        return not (
-            self.figures or any(table.rows for table in [*self.tables, *self.folded]) or self.lines or self.listing
-        )
+        return not (self.figures or any(table.rows for table in [*self.tables, *self.folded]) or self.lines)
 
 
 def render(

@@ -1,0 +1,1 @@
+"""The figures, by what they show; `style` is what they have in common."""
