@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from halfmatch import jobs
 from halfmatch.config_files import to_yaml
 from halfmatch.paths import Paths
 from halfmatch.report import comparison, origin, tables
 from halfmatch.report.numbers import number, with_interval
-from halfmatch.report.results import estimate
+from halfmatch.report.results import collect, estimate
 from halfmatch.report.tables import Table
 
 
@@ -43,6 +44,29 @@ def test_mismatch_has_every_metric_of_every_cell(results):
     table = tables.mismatch(results)
     assert len(table.rows) == 4
     assert not any("–" in row for row in table.rows)
+
+
+def test_the_grid_has_every_pair_in_the_order_of_the_configuration(synthetic, tmp_path):
+    config = synthetic.config(tmp_path, training=None, evaluation=None)
+    grid = config.mismatch.model_copy(update={"models": ("gain16",), "grid": ("bf16", "fp16")})
+    config = config.model_copy(update={"mismatch": grid})
+    for job in jobs.jobs(config, "mismatch"):
+        synthetic.mismatch(config, job)
+    found = collect(config)
+    assert [(cell.rollout, cell.train) for cell in found.crossed] == [("bf16", "fp16"), ("fp16", "bf16")]
+    assert [cell.precision for cell in found.cells] == ["bf16", "fp16"]
+    rows = rows_of(tables.grid(found))
+    assert [(row["engine"], row["trainer"]) for row in rows] == [
+        *(("BF16", "BF16"), ("BF16", "FP16"), ("FP16", "BF16"), ("FP16", "FP16"))
+    ]
+    assert rows[1]["k3 (nats a token)"] == with_interval(found.crossed[0].metric("k3"))
+
+
+def test_gradients_have_a_row_for_every_objective_of_every_cell(results):
+    rows = rows_of(tables.gradients(results))
+    assert len(rows) == 4 * 3
+    assert rows[0]["cosine"] == "0.850 [0.820, 0.870]"
+    assert rows[0]["variance"] == "–"  # not in these artefacts
 
 
 def test_training_has_a_row_a_run(results):

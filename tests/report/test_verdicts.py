@@ -29,7 +29,7 @@ SETUP = Setup("gain16", "all", "transformers")
 @pytest.fixture
 def nothing(synthetic, tmp_path):
     """Results without any artefact."""
-    return Results(synthetic.config(tmp_path), [], [], [], None, {}, [], [])
+    return Results(synthetic.config(tmp_path), [], [], [], [], None, {}, [], [])
 
 
 def cell(precision, cosines=None, setup=SETUP, **metrics):
@@ -38,6 +38,7 @@ def cell(precision, cosines=None, setup=SETUP, **metrics):
 
     return MismatchCell(
         setup,
+        precision,
         precision,
         {"metrics": {name: known(value) for name, value in metrics.items()}},
         None,

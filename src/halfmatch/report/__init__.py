@@ -71,7 +71,7 @@ def sections_of(results: Results, preset: Path) -> list[Section]:
             "precision that both compute in. Nothing is trained for this, so there is no noise of reinforcement "
             "learning in it.",
             figures=[overview.headline(results)] if is_measured else [],
-            tables=[tables.headline(results)],
+            tables=[tables.headline(results), *([tables.grid(results)] if results.config.mismatch.grid else [])],
         ),
         Section(
             "mismatch",
@@ -99,6 +99,7 @@ def sections_of(results: Results, preset: Path) -> list[Section]:
             "What the mismatch does to learning, at fixed weights: the gradient that an objective gives the trainer, "
             "beside the one that it should have.",
             figures=[mismatch.fidelity(results)] if any(cell.objectives for cell in results.cells) else [],
+            folded=[tables.gradients(results)],
         ),
         Section(
             "training",

@@ -58,13 +58,19 @@ class Setup:
 
 @dataclass(frozen=True)
 class MismatchCell:
-    """The mismatch of one setup in one precision."""
+    """The mismatch of one setup, sampled in one precision and scored in one."""
 
     setup: Setup
-    precision: str
+    rollout: str
+    train: str
     analysis: Mapping[str, Any]  # as halfmatch.mismatch.offline.analyse gives it
     panels: scores.Panels | None
     fidelity: Mapping[str, Any] | None
+
+    @property
+    def precision(self) -> str:
+        """That of both sides, where they have the same; else the trainer's."""
+        return self.train
 
     def metric(self, name: str) -> Estimate:
         return estimate(self.analysis["metrics"].get(name))
@@ -97,7 +103,8 @@ class Results:
     """All of it."""
 
     config: Config
-    cells: Sequence[MismatchCell]
+    cells: Sequence[MismatchCell]  # sampled and scored in one precision
+    crossed: Sequence[MismatchCell]  # the rest of the grid: sampled in one precision and scored in another
     runs: Sequence[TrainingRun]
     evaluations: Sequence[EvaluationCell]
     perfectible: pa.Table | None
@@ -141,9 +148,11 @@ class Results:
 def collect(config: Config) -> Results:
     """Read what the steps of this configuration have written; UserError for a file that is there but broken."""
     reader = _Reader(config)
+    measured = _present(map(reader.mismatch, jobs.jobs(config, "mismatch")))
     return Results(
         config=config,
-        cells=_present(map(reader.mismatch, jobs.jobs(config, "mismatch"))),
+        cells=[cell for cell in measured if cell.rollout == cell.train],
+        crossed=[cell for cell in measured if cell.rollout != cell.train],
         runs=_present(map(reader.run, jobs.runs(config))),
         evaluations=_present(map(reader.evaluation, jobs.jobs(config, "evaluate"))),
         perfectible=reader.table("perfectible", "perfectible", {}),
@@ -200,9 +209,9 @@ class _Reader:
         self.find("rollouts", "rollouts", {name: job[name] for name in STEPS["rollouts"].wildcards})
         if analysis is None:
             return None
-        panels = scores.gather(scored) if scored else None
+        panels = scores.gather(scored) if scored and job["rollout"] == job["train"] else None
         setup = Setup(job["model"], job["problems"], job["engine"])
-        return MismatchCell(setup, job["rollout"], analysis, panels, fidelity)
+        return MismatchCell(setup, job["rollout"], job["train"], analysis, panels, fidelity)
 
     def run(self, name: Run) -> TrainingRun | None:
         path = self.find("training_log", "train", {"run": name.name})

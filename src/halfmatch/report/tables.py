@@ -101,6 +101,64 @@ def mismatch(results: Results) -> Table:
     )
 
 
+def grid(results: Results) -> Table:
+    """Every pair of the grid, the precision that was sampled in and the one that scored."""
+    names = results.config.mismatch.grid
+    pairs = {(cell.setup, cell.rollout, cell.train): cell for cell in [*results.cells, *results.crossed]}
+    cells = [
+        cell
+        for setup in results.setups
+        for rollout in names
+        for train in names
+        if (cell := pairs.get((setup, rollout, train)))
+    ]
+    return _table(
+        "grid",
+        "The grid: responses of one precision, scored in another",
+        ("model", "engine", "trainer", "k3 (nats a token)", "σ of Σd", "ESS/N", "usable length T½ (tokens)"),
+        (
+            (
+                results.setup_label(cell.setup),
+                label(cell.rollout),
+                label(cell.train),
+                *(with_interval(cell.metric(name)) for name in ("k3", "sigma", "ess_share", "usable_length")),
+            )
+            for cell in cells
+        ),
+        heads=3,
+    )
+
+
+_GRADIENT = {
+    "cosine": "cosine",
+    "norm_ratio": "ratio of norms",
+    "variance": "variance",
+    "squared_bias": "squared bias",
+    "balance_responses": "responses at which bias outweighs noise",
+}
+
+
+def gradients(results: Results) -> Table:
+    """What is known of every objective's gradient; variance and bias in units of the exact gradient's square."""
+    return _table(
+        "gradients",
+        "Gradients beside the exact one; variance over problems, and squared bias, in units of its squared norm",
+        ("model", "precision", "objective", *_GRADIENT.values(), "loss scale"),
+        (
+            (
+                results.setup_label(cell.setup),
+                label(cell.precision),
+                objective,
+                *(with_interval(estimate(known.get(name))) for name in _GRADIENT),
+                number(known.get("loss_scale")),
+            )
+            for cell in results.cells
+            for objective, known in (cell.fidelity["objectives"] if cell.fidelity else {}).items()
+        ),
+        heads=3,
+    )
+
+
 # ----------------------------------------------------------------------------------------------------------- training
 def training(results: Results) -> Table:
     """What became of every run."""
