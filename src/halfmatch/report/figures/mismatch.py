@@ -29,7 +29,7 @@ def tokens(results: Results) -> Drawing:
     counts = [cell.panels.probabilities.max(initial=1) for cell in results.cells if cell.panels]
     norm = LogNorm(1, max([10, *counts]))
 
-    def draw(panel: Axes, cell: MismatchCell, look: Look) -> None:
+    def draw(panel: Axes, cell: MismatchCell, look: Look) -> str:
         assert cell.panels is not None
         shades = LinearSegmentedColormap.from_list("", [(look.colour, 0.25), (look.colour, 1.0)])
         seen = np.ma.masked_equal(cell.panels.probabilities.T, 0)
@@ -37,9 +37,7 @@ def tokens(results: Results) -> Drawing:
             seen, norm=norm, cmap=shades, origin="lower", extent=(0, 1, 0, 1), interpolation="nearest", zorder=2
         )
         panel.plot([0, 1], [0, 1], color=style.INK, linewidth=0.5, zorder=1)
-        panel.text(
-            0.04, 0.95, f"k3 {number(cell.metric('k3').value)}", transform=panel.transAxes, va="top", fontsize=7.5
-        )
+        return f"{look.label}, k3 {number(cell.metric('k3').value)}"
 
     figure = _setups_by_precisions(
         results, draw, "μ, engine's probability", "π, trainer's\nprobability", size=1.75, aspect="equal"
@@ -48,8 +46,8 @@ def tokens(results: Results) -> Drawing:
         "mismatch-tokens",
         "Token probabilities: trainer against engine",
         "Every sampled token by the probability that the engine drew it with (μ) and the one that the trainer "
-        "gives it (π); darker cells hold more tokens (logarithmic). Without a mismatch all lie on the diagonal. "
-        "k3 estimates KL[μ‖π] in nats a token.",
+        "gives it (π); the stronger the colour, the more tokens (logarithmic). Without a mismatch all lie on the "
+        "diagonal. k3 estimates KL[μ‖π] in nats a token.",
         "Grid of two-dimensional histograms of token probabilities, a row for each of "
         f"{_setup_names(results)}, a column for each of {_precision_names(results)}. {_spoken(results, 'k3', 'k3')}",
         figure,
@@ -59,7 +57,7 @@ def tokens(results: Results) -> Drawing:
 def sequences(results: Results) -> Drawing:
     """Σd of every response against its length, with the least-squares line."""
 
-    def draw(panel: Axes, cell: MismatchCell, look: Look) -> None:
+    def draw(panel: Axes, cell: MismatchCell, look: Look) -> str:
         assert cell.panels is not None
         lengths, log_ratios = cell.panels.lengths, cell.panels.log_ratios
         finite = np.isfinite(log_ratios)
@@ -79,15 +77,15 @@ def sequences(results: Results) -> Drawing:
             ends = np.array([lengths[finite].min(), lengths[finite].max()])
             line = log_ratios[finite].mean() + slope.value / 1000 * (ends - lengths[finite].mean())
             panel.plot(ends, line, color=style.INK, linewidth=1.2)
-        words = f"slope {with_interval(slope, 2)}\nKL {with_interval(cell.metric('kl_sequence'), 2)}"
-        panel.text(0.03, 0.03, words, transform=panel.transAxes, va="bottom", fontsize=7)
+        kl = with_interval(cell.metric("kl_sequence"), 2)
+        return f"{look.label}\nKL {kl}\nslope {with_interval(slope, 2)}"
 
     figure = _setups_by_precisions(results, draw, "length (tokens)", "Σd = log π/μ of a\nresponse (nats)", size=2.3)
     return Drawing(
         "mismatch-sequences",
         "Log-ratio of whole responses against their length",
         "One point a response. d = log π − log μ on a sampled token, Σd its sum over the response; the mean of "
-        "−Σd is KL[μ‖π] of whole responses, in nats. The black line is the least-squares fit, its slope in nats "
+        "−Σd is KL[μ‖π] of whole responses, in nats. The slanted line is the least-squares fit, its slope in nats "
         "per 1,000 tokens; where all responses are about as long, the slope says little and its interval is wide. "
         "Panels of a row share their vertical axis.",
         "Grid of scatter plots of the log-ratio of responses against length, a row for each of "
@@ -236,14 +234,14 @@ def fidelity(results: Results) -> Drawing:
 # ------------------------------------------------------------------------------------------------------------ layouts
 def _setups_by_precisions(
     results: Results,
-    draw: Callable[[Axes, MismatchCell, Look], None],
+    draw: Callable[[Axes, MismatchCell, Look], str],
     across: str,
     up: str,
     *,
     size: float,
     aspect: str = "auto",
 ) -> Figure:
-    """A row a setup and a column a precision; a panel whose scores are not there says so."""
+    """A row a setup and a column a precision. `draw` returns the title; a panel without scores says so."""
     setups, precisions = results.setups, results.config.mismatch.precisions
     looks = style.looks(results.config.precisions)
     figure, axes = style.grid(
@@ -255,10 +253,9 @@ def _setups_by_precisions(
             panel.set(xlim=(0, 1), ylim=(0, 1), aspect="equal")
         if cell is None or cell.panels is None or not cell.panels.tokens:
             style.empty(panel, "no scores")
+            panel.set_title(looks[precision].label, fontsize=7.5)
         else:
-            draw(panel, cell, looks[precision])
-        if row == 0:
-            panel.set_title(looks[precision].label)
+            panel.set_title(draw(panel, cell, looks[precision]), fontsize=7.5)
         if row == len(setups) - 1:
             panel.set_xlabel(across)
         if column == 0:
