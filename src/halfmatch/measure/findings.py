@@ -16,8 +16,12 @@ from halfmatch.statistics import Estimate
 HORIZONS = (1024, 8192, 32_768)
 # Shares of samples that a correction can use, from which on it is called easy, costly and useless.
 EASY, COSTLY, USELESS = 0.9, 0.5, 0.1
+# A share of the samples that is said as no more than "below".
+SMALLEST = 0.001
 # Effective responses below which the share that is seen says little.
 FEW = 10
+# Problems below which the interval of σ is too narrow to tell a broken law: the bootstrap's, of a standard deviation.
+LAW_NEEDS = 32
 # |k3 − k1| = |E[π/μ] − 1| above which the two sides cannot be one distribution with rounding.
 LARGEST_BIAS = 0.05
 
@@ -28,14 +32,14 @@ def ess_share_after(k3: Estimate, tokens: float) -> Estimate:
     return Estimate(value, low, high)
 
 
-def findings(metrics: Mapping[str, Estimate], sequences: int) -> list[str]:
-    """Sentences on one measurement, from the metrics that `offline.analyse` gives and the number of responses."""
+def findings(metrics: Mapping[str, Estimate], *, problems: int, sequences: int) -> list[str]:
+    """Sentences on one measurement, from the metrics and counts that `offline.analyse` gives."""
     return [
         *_warnings(metrics),
         _token_level(metrics),
         _sequence_level(metrics, sequences),
         _beyond(metrics),
-        *_law(metrics),
+        *(_law(metrics) if problems >= LAW_NEEDS else ()),
     ]
 
 
@@ -51,7 +55,8 @@ def _warnings(metrics: Mapping[str, Estimate]) -> list[str]:
 
 
 def _token_level(metrics: Mapping[str, Estimate]) -> str:
-    left = 1 / (1 + metrics["chi2"].value)
+    # (E w)² / E w² of the weights w = exp(d) of tokens: E w is 1 + k3 − k1, E w² is 1 + chi2.
+    left = (1 + metrics["k3"].value - metrics["k1"].value) ** 2 / (1 + metrics["chi2"].value)
     off = metrics["share_above_0.1"].value
     effect = (
         "hardly change anything and cost nothing"
@@ -115,6 +120,8 @@ def _law(metrics: Mapping[str, Estimate]) -> list[str]:
 
 def share(estimate: Estimate) -> str:
     """A share of the samples as text, with its interval."""
+    if max(estimate.value, estimate.high) < SMALLEST:
+        return f"below {percent(SMALLEST, 1)}"
     if math.isnan(estimate.low):
         return percent(estimate.value, 1)
     return f"{percent(estimate.value, 1)} [{100 * estimate.low:.1f}, {100 * estimate.high:.1f}]"

@@ -33,7 +33,7 @@ class Settings:
     count: int = 16  # prompts
     samples: int = 2
     temperature: float = 1.0
-    max_tokens: int = 256
+    max_tokens: int = 128
     seed: int = 0
     confidence: float = 0.95
     bootstrap_samples: int = 1000

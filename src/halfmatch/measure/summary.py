@@ -63,11 +63,24 @@ def as_text(cells: Sequence[Cell], confidence: float) -> str:
     lines += table(cells)
     for cell in cells:
         lines += ["", f"{cell.label}:"]
-        for finding in findings(cell.metrics, cell.analysis["sequences"]):
-            lines += textwrap.wrap(finding, WIDTH, initial_indent="  - ", subsequent_indent="    ")
+        for finding in _findings(cell):
+            lines += _wrapped(finding, "  - ", "    ")
     if compared := _comparison(cells):
-        lines += ["", *textwrap.wrap(compared, WIDTH)]
+        lines += ["", *_wrapped(compared)]
     return "\n".join(lines)
+
+
+def _wrapped(text: str, first: str = "", others: str = "") -> list[str]:
+    """Lines that keep a number and its % together."""
+    lines = textwrap.wrap(
+        text.replace(" %", "\N{NO-BREAK SPACE}%"), WIDTH, initial_indent=first, subsequent_indent=others
+    )
+    return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
+
+
+def _findings(cell: Cell) -> list[str]:
+    counts = {name: cell.analysis[name] for name in ("problems", "sequences")}
+    return findings(cell.metrics, **counts)
 
 
 def table(cells: Sequence[Cell]) -> list[str]:
@@ -128,7 +141,7 @@ def _as_json(cell: Cell) -> dict[str, Any]:
         "train": cell.train,
         **{name: cell.analysis[name] for name in ("problems", "sequences", "tokens", "confidence", "metrics")},
         "ess_share_after": {str(tokens): ess_share_after(metrics["k3"], tokens)._asdict() for tokens in HORIZONS},
-        "findings": findings(metrics, cell.analysis["sequences"]),
+        "findings": _findings(cell),
     }
 
 
