@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from halfmatch.config import ModelSource
+from halfmatch.errors import UserError
 from halfmatch.models.folder import check, digest, load, load_config, load_tokenizer, staged
 
 __all__ = ["check", "digest", "load", "load_config", "load_tokenizer", "prepare"]
@@ -38,4 +39,8 @@ def prepare(
             sources.write_from_folder(source, staging)
         else:
             sources.write_from_gguf(source, staging)
-        check(staging)
+        try:
+            check(staging)
+        except UserError as error:  # speak of what the user named
+            named = source.path or source.id or source.package or str(folder)
+            raise UserError(str(error).replace(str(staging), named)) from None

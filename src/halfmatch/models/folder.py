@@ -17,6 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from halfmatch.errors import UserError
 
+# The files that a tokenizer's vocabulary comes in, of one kind or another.
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tokenizer.tiktoken")
+
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -120,14 +123,17 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    # Asked for first: AutoTokenizer makes up an empty vocabulary where there is none.
+    if not any((folder / name).is_file() for name in _VOCABULARIES):
+        raise UserError(
+            f"{folder}: has no tokenizer; copy the files that the model was published with (tokenizer.json, "
+            "tokenizer_config.json) into it"
+        )
     kind = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else AutoTokenizer
     try:
         tokenizer = kind.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # a missing tokenizer shows as any of OSError, ValueError, TypeError, ImportError
-        raise UserError(
-            f"{folder}: has no tokenizer that can be read ({_first_line(error)}); copy the files that the model was "
-            "published with (tokenizer.json, tokenizer_config.json) into it"
-        ) from None
+    except Exception as error:  # the tokenizers library raises bare Exceptions
+        raise UserError(f"{folder}: its tokenizer cannot be read ({_first_line(error)})") from None
     embedded = load_config(folder).get_text_config().vocab_size
     if len(tokenizer) > embedded:
         raise UserError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from importlib import metadata
@@ -78,6 +79,15 @@ def write_from_gguf(source: ModelSource, folder: Path) -> None:
     model.load_state_dict(packed.state_dict())
     model.generation_config = packed.generation_config
     save(model, tokenizer, folder)
+    _drop_added_tokens(folder / "tokenizer.json", model.config.vocab_size)
+
+
+def _drop_added_tokens(path: Path, vocabulary: int) -> None:
+    """Remove the tokens that are not in the GGUF file: to a byte-level vocabulary without an <|endoftext|>, as Llama
+    3's, transformers adds one, which the model has no embedding for."""
+    tokenizer = json.loads(path.read_text(encoding="utf-8"))
+    tokenizer["added_tokens"] = [token for token in tokenizer["added_tokens"] if token["id"] < vocabulary]
+    path.write_text(json.dumps(tokenizer, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
 
 
 def gguf_file(source: ModelSource) -> Path:
