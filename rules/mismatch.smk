@@ -82,3 +82,25 @@ rule fidelity:
     shell:
         "halfmatch fidelity --config {params.file} --model {wildcards.model} --problems {wildcards.problems} "
         "--engine {wildcards.engine} --rollout {wildcards.rollout} --train {wildcards.train} 2>&1 | tee {log}"
+
+
+rule origin:
+    input:
+        rollouts=pipeline.pattern("rollouts"),
+        model=pipeline.pattern("model"),
+        code=pipeline.code("origin"),
+    output:
+        pipeline.pattern("origin"),
+    log:
+        pipeline.log("origin", "{model}_{problems}_{engine}-{rollout}_{train}"),
+    benchmark:
+        pipeline.benchmark("origin", "{model}_{problems}_{engine}-{rollout}_{train}")
+    threads: 1
+    resources:
+        gpu=pipeline.gpus(),
+    params:
+        file=pipeline.file,
+        config=pipeline.parameters("origin"),
+    shell:
+        "halfmatch origin --config {params.file} --model {wildcards.model} --problems {wildcards.problems} "
+        "--engine {wildcards.engine} --rollout {wildcards.rollout} --train {wildcards.train} 2>&1 | tee {log}"

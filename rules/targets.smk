@@ -18,6 +18,7 @@ rule mismatch_all:
     input:
         pipeline.results("mismatch"),
         pipeline.results("fidelity"),
+        pipeline.results("origin"),
 
 
 rule train_all:

@@ -58,7 +58,7 @@ def test_an_unknown_key_is_refused_with_its_path_and_the_nearest_known_key(
 
 def test_a_key_like_no_other_is_refused_with_all_known_keys() -> None:
     (line,) = complaints({"report": {"zzz": 1}})
-    assert line == "report.zzz: unknown key; known: confidence, title"
+    assert line == "report.zzz: unknown key; known: bootstrap_samples, confidence, title"
 
 
 def test_everything_that_is_wrong_is_told_at_once_a_line_each() -> None:
@@ -93,6 +93,10 @@ def test_everything_that_is_wrong_is_told_at_once_a_line_each() -> None:
         (
             {"mismatch": {"models": ["gain16", "gain16"]}},
             "mismatch.models: 'gain16' stands there twice",
+        ),
+        (
+            {"mismatch": {"precisions": ["bf16", "fp16"], "grid": ["bf16", "fp32"]}},
+            "mismatch.grid: 'fp32' is not sampled in; add it to mismatch.precisions",
         ),
         (
             {"training": {"objectives": ["grrpo"]}},

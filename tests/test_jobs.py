@@ -44,12 +44,33 @@ def test_without_training_the_untrained_model_is_evaluated_alone() -> None:
 
 
 def test_models_come_after_those_they_start_from_and_unused_ones_not_at_all() -> None:
-    used = config(mismatch={"models": ["gain48"]}, solvability={"model": "gain48"})
-    assert jobs.model_names(used) == ["gain16", "gain48"]
+    used = config(mismatch={"models": ["gain120"]}, solvability={"model": "gain120"})
+    assert jobs.model_names(used) == ["gain16", "gain120"]
 
 
 def test_shards_say_how_many_there_are() -> None:
     assert jobs.shards(config(solvability={"shards": 3})) == ["0-of-3", "1-of-3", "2-of-3"]
+
+
+def pairs(config: Config, step: str) -> set[tuple[str, str]]:
+    return {(job["rollout"], job["train"]) for job in jobs.jobs(config, step)}
+
+
+def test_the_grid_is_every_pair_of_its_precisions_and_the_others_as_they_are() -> None:
+    crossed = config(mismatch={"grid": ["bf16", "fp32"]})
+    expected = {("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "bf16"), ("fp32", "fp32"), ("fp16", "fp16")}
+    for step in ("scores", "mismatch", "fidelity"):
+        assert pairs(crossed, step) == expected
+    assert jobs.jobs(crossed, "rollouts") == jobs.jobs(config(), "rollouts")
+    assert all(rollout == train for rollout, train in pairs(config(), "scores"))
+
+
+def test_what_is_traced_is_the_transformers_engine_in_each_precision() -> None:
+    assert jobs.jobs(config(), "origin") == []
+    origin = {"engines": ["transformers", "vllm"], "grid": ["bf16", "fp16"], "origin": {"enabled": True}}
+    traced = config(mismatch=origin)
+    assert pairs(traced, "origin") == {("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp32")}
+    assert {job["engine"] for job in jobs.jobs(traced, "origin")} == {"transformers"}
 
 
 def test_gradient_fidelity_can_be_left_out() -> None:

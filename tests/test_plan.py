@@ -31,7 +31,7 @@ def test_responses_and_tokens_of_a_small_run() -> None:
     sampling = {"max_tokens": 10}
     small = config(
         solvability={"samples": 3, "problems": "all", "sampling": sampling},
-        mismatch={"models": ["gain16", "gain48"], "precisions": ["bf16"], "samples": 5, "sampling": sampling},
+        mismatch={"models": ["gain16", "gain120"], "precisions": ["bf16"], "samples": 5, "sampling": sampling},
         training={
             "precisions": ["fp16"],
             "objectives": ["grpo", "pg"],
@@ -47,8 +47,17 @@ def test_responses_and_tokens_of_a_small_run() -> None:
     # 64 products of 2..9: 64·3; 64 problems × 5 samples × 2 models; 6 runs × 7 iterations × 8; 7 × 64 × 6
     assert sizes["solvability"] == (2, 192, 1920)
     assert sizes["rollouts"] == (2, 640, 6400)
+    assert sizes["scores"] == (2, 640, 6400)
     assert sizes["train"] == (6, 336, 3360)
     assert sizes["evaluate"] == (7, 2688, 26880)
+
+
+def test_every_pair_of_a_grid_is_scored() -> None:
+    grid = {"models": ["gain16"], "samples": 5, "sampling": {"max_tokens": 10}, "grid": ["bf16", "fp16"]}
+    sizes = {row.step: (row.jobs, row.responses, row.tokens) for row in rows_of(config(mismatch=grid))}
+    # 64 problems × 5 samples in bf16, fp16, fp32; scored as they are, and bf16 in fp16 and the other way round
+    assert sizes["rollouts"] == (3, 960, 9600)
+    assert sizes["scores"] == (5, 1600, 16000)
 
 
 def test_what_has_to_be_fetched_first_is_unknown_and_not_zero() -> None:

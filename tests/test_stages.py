@@ -25,6 +25,15 @@ def test_cores_and_profiles_stand_in_no_command() -> None:
         assert stage["cmd"].startswith("snakemake $SMK_ARGS --allowed-rules "), name
 
 
+def test_a_grid_has_a_stage_of_the_pairs_that_the_others_do_not_have() -> None:
+    stages = yaml.safe_load(to_dvc_yaml(validate({"mismatch": {"grid": ["bf16", "fp16"]}}, "")))["stages"]
+    crossed = [{"rollout": "bf16", "train": "fp16"}, {"rollout": "fp16", "train": "bf16"}]
+    for step in ("scores", "mismatch", "fidelity"):
+        assert stages[f"{step}-grid"]["matrix"]["pair"] == crossed
+        assert "${item.pair.rollout}/${item.pair.train}/" in stages[f"{step}-grid"]["cmd"]
+        assert "${item.rollout}/${item.rollout}/" in stages[step]["cmd"]
+
+
 def test_what_a_configuration_lists_is_referred_to_so_that_a_longer_list_needs_no_other_file() -> None:
     longer = {"training": {"seeds": [0, 1, 2, 3], "objectives": ["gspo"]}, "mismatch": {"precisions": ["bf16"]}}
     one, other = (yaml.safe_load(to_dvc_yaml(validate(changes, ""))) for changes in ({}, longer))

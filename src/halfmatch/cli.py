@@ -24,6 +24,7 @@ _STEP_HELP = {
     "scores": "score the same tokens with the trainer in one dtype",
     "mismatch": "measure the mismatch of rollouts and scores",
     "fidelity": "compare the gradients of the objectives with fp32's",
+    "origin": "trace the mismatch to layers and operations, against float64",
     "train": "train one run of the matrix",
     "evaluate": "score one set of weights on one benchmark",
     "report": "figures, tables and the page",

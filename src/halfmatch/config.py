@@ -11,7 +11,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 from halfmatch.config_checks import OBJECTIVE_NAMES, cross_check
-from halfmatch.precision import Precision
+from halfmatch.precision import Fp32Module, Precision
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9.\-]*$")]
 Seed = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -201,6 +201,17 @@ class GradientFidelity(Section):
     objectives: tuple[Name, ...] = Field(("pg", "pg-seq-is", "grpo-token-tis"), description="objectives to compare")
 
 
+class Origin(Section):
+    """Where the mismatch comes from: both sides against float64 layer by layer, and with one part in fp32 at a time."""
+
+    enabled: bool = Field(False, description="compute it, for rollouts of the transformers engine")
+    responses: int = Field(8, ge=1, le=100_000, description="responses to trace, of a problem each")
+    parts: tuple[Fp32Module, ...] = Field(
+        ("attention", "mlp", "norm", "lm_head", "between_matmuls"),
+        description="parts to put in fp32 on both sides, one at a time",
+    )
+
+
 class Mismatch(Section):
     """The offline measurement: rollouts in one dtype, the same token ids scored by the trainer."""
 
@@ -210,10 +221,14 @@ class Mismatch(Section):
     precisions: tuple[Name, ...] = Field(
         ("bf16", "fp16", "fp32"), min_length=1, description="precisions: rollouts and scores in each"
     )
+    grid: tuple[Name, ...] = Field(
+        (), description="those of them of which every pair is measured, the rollouts of one scored in the other"
+    )
     samples: int = Field(4, ge=1, le=10_000, description="responses a problem [paper: 32]")
     sampling: Sampling = Field(Sampling(), description="how the responses are sampled [paper: T 1, no top-p]")
     micro_batch_tokens: int = Field(2048, ge=1, le=100_000_000, description="tokens a scoring pass, padding included")
     gradient_fidelity: GradientFidelity = Field(GradientFidelity(), description="gradients against fp32")
+    origin: Origin = Field(Origin(), description="which layers and operations it comes from")
 
     @model_validator(mode="after")
     def _unbiased(self) -> Self:

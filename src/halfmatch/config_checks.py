@@ -52,6 +52,7 @@ def _unknown_names(config: Config) -> Iterator[str]:
         ("mismatch.models", config.mismatch.models, config.models, "model"),
         ("mismatch.problems", config.mismatch.problems, config.problems, "problem set"),
         ("mismatch.precisions", config.mismatch.precisions, config.precisions, "precision"),
+        ("mismatch.grid", config.mismatch.grid, config.precisions, "precision"),
         (
             "mismatch.gradient_fidelity.objectives",
             config.mismatch.gradient_fidelity.objectives,
@@ -77,6 +78,9 @@ def _unknown_names(config: Config) -> Iterator[str]:
                 yield f"{path}: there is no {kind} {name!r}; {nearest(name, known)}"
             if names.count(name) > 1:
                 yield f"{path}: {name!r} stands there twice"
+    for name in config.mismatch.grid:
+        if name in config.precisions and name not in config.mismatch.precisions:
+            yield f"mismatch.grid: {name!r} is not sampled in; add it to mismatch.precisions"
     if not config.training:
         return
     for objective, settings in config.training.objective_settings.items():

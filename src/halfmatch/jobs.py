@@ -73,8 +73,21 @@ def _rollouts(config: Config) -> list[Job]:
 
 
 def _scores(config: Config) -> list[Job]:
-    """Rollouts of a precision are scored in the same precision; its two dtypes may differ."""
-    return [{**job, "train": job["rollout"]} for job in _rollouts(config)]
+    """Rollouts of a precision are scored in the same precision, whose two dtypes may differ; and those of the grid in
+    all of its precisions."""
+    grid = config.mismatch.grid
+    return [
+        {**job, "train": train}
+        for job in _rollouts(config)
+        for train in _unique([job["rollout"], *(grid if job["rollout"] in grid else ())])
+    ]
+
+
+def _origin(config: Config) -> list[Job]:
+    """What the trainer's own forward pass is compared with is the transformers engine's decoding."""
+    if not config.mismatch.origin.enabled:
+        return []
+    return [job for job in _scores(config) if job["engine"] == "transformers" and job["train"] == job["rollout"]]
 
 
 def _evaluate(config: Config) -> list[Job]:
@@ -101,6 +114,7 @@ _JOBS: Mapping[str, Callable[[Config], list[Job]]] = {
     "scores": _scores,
     "mismatch": _scores,
     "fidelity": lambda config: _scores(config) if config.mismatch.gradient_fidelity.enabled else [],
+    "origin": _origin,
     "train": lambda config: [{"run": run.name} for run in runs(config)],
     "evaluate": _evaluate,
     "report": lambda config: [{}],

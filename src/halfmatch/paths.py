@@ -18,6 +18,7 @@ LAYOUT: dict[str, str] = {
     "mismatch": "mismatch/{model}/{problems}/{engine}-{rollout}/{train}/mismatch.json",
     "mismatch_curves": "mismatch/{model}/{problems}/{engine}-{rollout}/{train}/curves.csv",
     "fidelity": "mismatch/{model}/{problems}/{engine}-{rollout}/{train}/fidelity.json",
+    "origin": "mismatch/{model}/{problems}/{engine}-{rollout}/{train}/origin.json",
     "training_log": "train/{run}/log.parquet",
     "training_curves": "train/{run}/log.csv",
     "trained": "train/{run}/model",

@@ -29,6 +29,7 @@ _RESULT: Mapping[str, str] = {
     "scores": "scores",
     "mismatch": "mismatch",
     "fidelity": "fidelity",
+    "origin": "origin",
     "train": "trained",
     "evaluate": "evaluation_metrics",
     "report": "report",

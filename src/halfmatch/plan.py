@@ -67,15 +67,20 @@ def rows_of(config: Config) -> Iterator[Row]:
     tokens = _times(tried, solvability.sampling.max_tokens)
     yield Row("solvability", count("solvability"), tried, tokens, _times(tokens, COMPLETION_BYTES))
 
-    sampled = _times(
+    of_one = _times(  # precision, or pair of them
         _sum(problem_count(config, name) for name in mismatch.problems),
-        mismatch.samples * len(mismatch.models) * len(mismatch.engines) * len(mismatch.precisions),
+        mismatch.samples * len(mismatch.models) * len(mismatch.engines),
     )
-    tokens = _times(sampled, mismatch.sampling.max_tokens)
-    yield Row("rollouts", count("rollouts"), sampled, tokens, _times(tokens, COMPLETION_BYTES))
-    yield Row("scores", count("scores"), sampled, tokens, _times(tokens, SCORE_BYTES))
-    yield Row("mismatch", count("mismatch"))
-    yield Row("fidelity", count("fidelity"))
+    pairs = count("scores") * len(mismatch.precisions) // count("rollouts")
+    for step, times, size in (
+        ("rollouts", len(mismatch.precisions), COMPLETION_BYTES),
+        ("scores", pairs, SCORE_BYTES),
+    ):
+        responses_ = _times(of_one, times)
+        tokens = _times(responses_, mismatch.sampling.max_tokens)
+        yield Row(step, count(step), responses_, tokens, _times(tokens, size))
+    for step in ("mismatch", "fidelity", "origin"):
+        yield Row(step, count(step))
     if training := config.training:
         batch = training.prompts_per_iteration * training.samples_per_prompt
         responses = count("train") * training.iterations * batch

@@ -64,22 +64,26 @@ def _stages(config: Config) -> Iterator[tuple[str, Stage]]:
     yield "solvability", {**solvability, "cmd": _command("solvability", shards), "outs": shards}
     yield "perfectible", _stage("perfectible", ["perfectible"], [problems_of_start, *shards])
 
-    matrix = {
+    matrix: dict[str, Any] = {
         "model": "${mismatch.models}",
         "problems": "${mismatch.problems}",
         "engine": "${mismatch.engines}",
         "rollout": "${mismatch.precisions}",
     }
     names = {name: f"${{item.{name}}}" for name in matrix}
-    measured = {**names, "train": names["rollout"]}
     problems, model = _path("problems", **names), _path("model", **names)
-    rollouts, scores = _path("rollouts", **names), _path("scores", **measured)
     yield "rollouts", _stage("rollouts", ["rollouts"], [problems, model], matrix, **names)
-    yield "scores", _stage("scores", ["scores"], [rollouts, model], matrix, **measured)
-    yield "mismatch", _stage("mismatch", ["mismatch", "mismatch_curves"], [scores], matrix, **measured)
+    yield from _measurements(config, "", matrix, **names, train=names["rollout"])
+    if grid := config.mismatch.grid:
+        del matrix["rollout"]
+        others = [{"rollout": rollout, "train": train} for rollout in grid for train in grid if rollout != train]
+        pair = {"rollout": "${item.pair.rollout}", "train": "${item.pair.train}"}
+        yield from _measurements(config, "-grid", {**matrix, "pair": others}, **{**names, **pair})
+    if config.mismatch.origin.enabled and "transformers" in config.mismatch.engines:
+        traced = {**matrix, "engine": ["transformers"], "rollout": "${mismatch.precisions}"}
+        reads = [_path("rollouts", **names), model]
+        yield "origin", _stage("origin", ["origin"], reads, traced, **names, train=names["rollout"])
     report_on = ["mismatch"]
-    if config.mismatch.gradient_fidelity.enabled:
-        yield "fidelity", _stage("fidelity", ["fidelity"], [rollouts, model], matrix, **measured)
     if config.training:
         report_on.append("train")
         yield "train", _train(start)
@@ -89,6 +93,15 @@ def _stages(config: Config) -> Iterator[tuple[str, Stage]]:
     reads = [_path("excluded", problems=name) for name in jobs.problem_sets(config)]
     reads += [_path("perfectible"), *(f"${{output}}/{folder}" for folder in report_on), "config/paper.yaml"]
     yield "report", _stage("report", ["headline", "report", "figures"], reads)
+
+
+def _measurements(config: Config, suffix: str, matrix: Mapping[str, Any], **names: str) -> Iterator[tuple[str, Stage]]:
+    """What is measured of rollouts scored in some precision."""
+    rollouts, model, scores = (_path(artefact, **names) for artefact in ("rollouts", "model", "scores"))
+    yield f"scores{suffix}", _stage("scores", ["scores"], [rollouts, model], matrix, **names)
+    yield f"mismatch{suffix}", _stage("mismatch", ["mismatch", "mismatch_curves"], [scores], matrix, **names)
+    if config.mismatch.gradient_fidelity.enabled:
+        yield f"fidelity{suffix}", _stage("fidelity", ["fidelity"], [rollouts, model], matrix, **names)
 
 
 _RUN_CELLS: Mapping[str, Any] = {

@@ -95,6 +95,7 @@ def test_the_parameters_of_a_stage_are_those_of_its_rule(checkout: Checkout) -> 
         {"training": None, "evaluation": None},
         {"evaluation": {"precisions": ["fp16"]}},
         {"mismatch": {"gradient_fidelity": {"enabled": False}}},
+        {"mismatch": {"grid": ["bf16", "fp16"], "origin": {"enabled": True}}},
     ],
 )
 def test_stages_are_made_for_any_shape_of_configuration(

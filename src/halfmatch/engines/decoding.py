@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from halfmatch.config import Sampling
 from halfmatch.engines import Completion, NonFiniteError, Request
 from halfmatch.engines.cache import PromptCache, SlotCache
 from halfmatch.engines.sampling import draw, log_distribution
@@ -17,8 +18,6 @@ from halfmatch.seeds import uniforms
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
-
-    from halfmatch.config import Sampling
 
 ROWS = 8  # a step computes on a multiple of so many rows
 
@@ -137,11 +136,15 @@ class Decoding:
         counts = self._counts[first : self._active]
         self._check_finite(first, logits)
         logprobs = log_distribution(logits, self._sampling.temperature, self._sampling.top_p)
-        tokens = draw(logprobs, self._uniforms[slots, counts])
+        tokens = self._draw(logprobs, slots, counts)
         self._tokens[slots, counts] = tokens
         self._logprobs[slots, counts] = logprobs.gather(1, tokens[:, None]).squeeze(1)
         counts += 1
         self._positions[first : self._active] += 1
+
+    def _draw(self, logprobs: torch.Tensor, slots: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """The next token of each slot, from the distribution [N, V] that it is drawn from."""
+        return draw(logprobs, self._uniforms[slots, counts])
 
     def _check_finite(self, first: int, logits: torch.Tensor) -> None:
         finite = torch.isfinite(logits).all(dim=-1)
@@ -180,6 +183,26 @@ class Decoding:
         self._request_of[target] = self._request_of[source]
         for state in (self._positions, self._counts, self._tokens, self._logprobs, self._uniforms):
             state[target] = state[source]
+
+
+class _ForcedDecoding(Decoding):
+    """Decoding of one request that is given its tokens."""
+
+    def __init__(self, model: PreTrainedModel, prompt_ids: Sequence[int], token_ids: Sequence[int], temperature: float):
+        sampling = Sampling(temperature=temperature, max_tokens=len(token_ids))
+        super().__init__(model, [Request(tuple(prompt_ids), seed=0)], sampling, (), slots=1, progress=None)
+        self._forced = torch.tensor(token_ids, device=model.device)
+
+    def _draw(self, logprobs: torch.Tensor, slots: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        return self._forced[counts]
+
+
+@torch.inference_mode()
+def forced_logprobs(
+    model: PreTrainedModel, prompt_ids: Sequence[int], token_ids: Sequence[int], temperature: float
+) -> list[float]:
+    """What the engine says of a response that is given: the log-probs that it has where it samples these tokens."""
+    return _ForcedDecoding(model, prompt_ids, token_ids, temperature).run()[0].logprobs
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -75,7 +75,7 @@ def modules_in_fp32(model: PreTrainedModel, names: Collection[Fp32Module]) -> di
     for path, module in model.named_modules():
         if path.startswith(inside):
             continue
-        name = _name_of(path.rpartition(".")[2], type(module).__name__.lower())
+        name = part_of(path.rpartition(".")[2], module)
         if name is not None and name in names:
             found[module] = name
             inside = f"{path}."
@@ -85,8 +85,9 @@ def modules_in_fp32(model: PreTrainedModel, names: Collection[Fp32Module]) -> di
     return found
 
 
-def _name_of(leaf: str, kind: str) -> Fp32Module | None:
-    """What a module is, by its own name in the model and its class's in lower case."""
+def part_of(leaf: str, module: torch.nn.Module) -> Fp32Module | None:
+    """What a module is, by its own name in the model (`leaf`) and that of its class."""
+    kind = type(module).__name__.lower()
     if "norm" in kind:
         return "norm"
     if leaf == "value_head":

@@ -84,6 +84,20 @@ STEPS: Mapping[str, Step] = {
         ),
         _MODEL_PACKAGES,
     ),
+    "origin": Step(
+        _MEASURED,
+        (
+            "seed",
+            "engine.device",
+            "precisions.{rollout}",
+            "precisions.{train}",
+            "mismatch.sampling",
+            "mismatch.origin.responses",
+            "mismatch.origin.parts",
+            *_INTERVALS,
+        ),
+        _MODEL_PACKAGES,
+    ),
     "train": Step(
         ("run",),
         (
@@ -124,7 +138,9 @@ STEPS: Mapping[str, Step] = {
         ),
         (*_MODEL_PACKAGES, *_GRADING_PACKAGES),
     ),
-    "report": Step((), ("mismatch", "training", "evaluation", "precisions", "report")),
+    "report": Step(
+        (), ("mismatch", "training", "evaluation", "precisions", "report"), ("jinja2", "matplotlib", "numpy")
+    ),
 }
 
 
