@@ -206,6 +206,13 @@ def test_untrained_scores(nothing, fp16, outcome):
     assert verdict.comparisons[0].estimate.value == pytest.approx((np.mean(fp16) - 50) / 100)
 
 
+@pytest.mark.parametrize(("correct", "note"), [(0, "0 % correct in both"), (100, "100 % correct in both")])
+def test_a_benchmark_that_is_all_failed_or_all_solved_says_nothing(nothing, correct, note):
+    cells = [evaluation("bf16", [correct] * 5), evaluation("fp16", [correct] * 5)]
+    (comparison,) = verdicts.untrained_scores(dataclasses.replace(nothing, evaluations=cells)).comparisons
+    assert (comparison.outcome, comparison.note) == (NOT_TESTABLE, note)
+
+
 def test_samples_that_the_grader_timed_out_on_are_no_tries(nothing):
     cells = [evaluation("bf16", [50] * 5), evaluation("fp16", [25] * 5, timeout=50)]
     verdict = verdicts.untrained_scores(dataclasses.replace(nothing, evaluations=cells))

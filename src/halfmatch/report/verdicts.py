@@ -188,26 +188,29 @@ def untrained_scores(results: Results) -> Verdict:
         "Precision alone does not change the score of the untrained model.",
         "paper [T]: AMC23 at 32K tokens 62.35 (BF16), 63.10 (FP16), 62.42 (FP32)",
         f"avg@k in FP16 minus avg@k in BF16, problem by problem, for each benchmark: the interval lies within {margin} "
-        "either way",
-        tuple(
-            Comparison(what, one, inside(one, -SCORE_MARGIN, SCORE_MARGIN))
-            for what, one in _untrained_differences(results)
-        ),
+        "either way; a benchmark that is all solved or all failed says nothing",
+        tuple(_untrained_comparisons(results)),
     )
 
 
-def _untrained_differences(results: Results) -> Iterable[tuple[str, Estimate]]:
+def _untrained_comparisons(results: Results) -> Iterable[Comparison]:
     by_place = {
         (cell.problems, cell.engine, cell.precision): cell for cell in results.evaluations if cell.run == jobs.INITIAL
     }
     for (problems, engine, precision), bf16 in by_place.items():
         fp16 = by_place.get((problems, engine, "fp16"))
-        if precision == "bf16" and fp16:
-            shares, others = (_solve_shares(cell) for cell in (fp16, bf16))
-            gaps = [shares[name] - others[name] for name in shares.keys() & others.keys()]
-            if gaps:
-                mean = float(np.mean(gaps))
-                yield f"{problems}, {engine}", Estimate(mean, *t_interval(gaps, results.config.report.confidence))
+        if precision != "bf16" or not fp16:
+            continue
+        shares, others = (_solve_shares(cell) for cell in (fp16, bf16))
+        pairs = np.array([(shares[name], others[name]) for name in sorted(shares.keys() & others.keys())])
+        if not len(pairs):
+            continue
+        gaps = pairs[:, 0] - pairs[:, 1]
+        gap = Estimate(float(gaps.mean()), *t_interval(gaps, results.config.report.confidence))
+        outcome, note = inside(gap, -SCORE_MARGIN, SCORE_MARGIN), ""
+        if pairs.min() == pairs.max() and pairs.min() in (0, 1):
+            outcome, note = NOT_TESTABLE, f"{percent(pairs.min())} correct in both"
+        yield Comparison(f"{problems}, {engine}", gap, outcome, note)
 
 
 def _solve_shares(cell: EvaluationCell) -> dict[str, float]:
