@@ -156,19 +156,22 @@ def figures(cells: Sequence[Cell], folder: Path, *, confidence: float) -> None:
         mismatch=Mismatch(precisions=tuple(trains)),
         report=Report(confidence=confidence),
     )
-    grid = any(cell.rollout != cell.train for cell in cells)
+    # A row of panels a rollout dtype, where it is not the one that scores.
+    crossed = any(cell.rollout != cell.train for cell in cells)
     results = Results(
         config=config,
         cells=[
             MismatchCell(
-                setup=Setup(cell.model, cell.rollout, cell.engine) if grid else Setup(cell.model, "", cell.engine),
-                precision=cell.train,
+                setup=Setup(cell.model, f"{cell.rollout} rollouts" if crossed else "", cell.engine),
+                rollout=cell.rollout,
+                train=cell.train,
                 analysis=cell.analysis,
                 panels=scores.gather(cell.scores),
                 fidelity=None,
             )
             for cell in cells
         ],
+        crossed=[],
         runs=[],
         evaluations=[],
         perfectible=None,
