@@ -80,10 +80,10 @@ def measure(
     responses, tokens; confidence, bootstrap_samples
     recorded_difference: the largest |log μ as recorded − log μ as computed again|; 0 on the machine that sampled
     kl, k3: nats a token; KL[μ‖π] over the vocabulary, and its estimate from the tokens alone
-    operations: a row for each: layer (null behind the layers), operation, path, and estimates of root mean squares
-        over positions, relative to the exact result: engine and trainer, the error of each side's state; difference,
-        between the two; weights, of rounding the weights alone; engine_own and trainer_own, of the operation itself
-        (null for the residual stream)
+    operations: a row for each, in the order of the forward pass: layer (null behind the layers), operation, path, and
+        estimates of root mean squares over positions, relative to the exact result: engine and trainer, the error of
+        each side's state; difference, between the two; weights, of rounding the weights alone; engine_own and
+        trainer_own, of the operation itself (null for the residual stream)
     parts: a row for each part in fp32 on both sides: part, kl, k3, removed (1 − kl / kl of the precision as it is)
     """
     n = len(responses)
@@ -92,10 +92,11 @@ def measure(
     references = _References(pair, trainer)
     errors = np.full((n, len(places), len(MEASURES)), np.nan)
     mismatch = np.zeros((n, 1 + len(parts), 2))
-    recorded = 0.0
+    recorded, order = 0.0, list[str]()
     for number, response in enumerate(responses):
         computed = pair.compute(response, places)
         errors[number] = references.errors(response, computed, places)
+        order = list(computed.trainer)
         mismatch[number, 0] = computed.mismatch(engine.temperature)
         if response.logp_rollout is not None:
             recorded = max(recorded, float(np.abs(computed.logp_engine - np.array(response.logp_rollout)).max()))
@@ -137,14 +138,14 @@ def measure(
                 "path": place.path,
                 **{name: estimate("errors", row, column) for column, name in enumerate(MEASURES)},
             }
-            for row, place in enumerate(places)
+            for row, place in sorted(enumerate(places), key=lambda item: order.index(item[1].path))
         ],
         "parts": [
             {
                 "part": part,
                 "kl": estimate("mismatch", column, 0),
                 "k3": estimate("mismatch", column, 1),
-                "removed": estimate("removed", column - 1),
+                "removed": estimate("removed", column),
             }
             for column, part in enumerate(parts, start=1)
         ],
@@ -159,7 +160,7 @@ def _statistics(
     squares = np.einsum("rn,n...->r...", counts, errors) / total
     means = np.einsum("rn,n...->r...", counts, mismatch) / total
     with np.errstate(divide="ignore", invalid="ignore"):
-        removed = 1 - means[:, 1:, 0] / means[:, :1, 0]
+        removed = 1 - means[:, :, 0] / means[:, :1, 0]
     return {"errors": np.sqrt(squares), "mismatch": means, "removed": removed}
 
 

@@ -27,7 +27,7 @@ class Operation:
 
 
 def operations(model: PreTrainedModel) -> list[Operation]:
-    """All of them, in the order of the forward pass."""
+    """All of them, layer by layer and the LM head last; within a layer in the order in which the model lists them."""
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     layers = getattr(decoder, "layers", None)
     if layers is None or head is None:
@@ -79,12 +79,13 @@ def _first(output: Any) -> torch.Tensor:
 
 @contextmanager
 def traced(model: torch.nn.Module, places: Sequence[Operation]) -> Iterator[dict[str, Calls]]:
-    """The calls of the modules at these places, by path, from forward passes inside the block; of the first row."""
-    calls = {place.path: Calls() for place in places}
+    """The calls of the modules at these places in forward passes inside the block, of the first row of each batch: by
+    path, in the order in which the modules gave their first result."""
+    calls: dict[str, Calls] = {}
 
     def watch(path: str) -> Callable[..., None]:
         def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            one = calls[path]
+            one = calls.setdefault(path, Calls())
             one.inputs.append((kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])[:1])
             one.outputs.append(_first(output)[:1])
             one.arguments = (args, kwargs)
@@ -92,7 +93,7 @@ def traced(model: torch.nn.Module, places: Sequence[Operation]) -> Iterator[dict
         return hook
 
     modules = dict(model.named_modules())
-    handles = [modules[path].register_forward_hook(watch(path), with_kwargs=True) for path in calls]
+    handles = [modules[one.path].register_forward_hook(watch(one.path), with_kwargs=True) for one in places]
     try:
         yield calls
     finally:
