@@ -6,6 +6,7 @@ rule report:
         scores=pipeline.results("scores"),
         mismatch=pipeline.results("mismatch"),
         fidelity=pipeline.results("fidelity"),
+        origin=pipeline.results("origin"),
         training=pipeline.results("train", "training_log"),
         counts=pipeline.results("evaluate", "evaluation"),
         evaluation=pipeline.results("evaluate"),

@@ -16,6 +16,7 @@ from halfmatch.config import Config
 from halfmatch.errors import UserError
 from halfmatch.grading import Verdict
 from halfmatch.paths import Paths
+from halfmatch.precision import Precision
 from halfmatch.steps import scores, train
 
 RUN_CLI = "from halfmatch.cli import main; raise SystemExit(main())"
@@ -133,6 +134,19 @@ def test_train_writes_log_curves_and_model(prepare, quick_grader):
         models.load_tokenizer(folder).get_vocab() == models.load_tokenizer(paths.of("model", model="tiny")).get_vocab()
     )
     assert (folder / "generation_config.json").is_file()
+
+
+def test_trainer_and_engine_may_compute_in_different_dtypes(prepare, quick_grader):
+    config, paths = prepare(iterations=1)
+    mixed = Precision(compute="bf16", rollout="fp16", emulate="always")
+    config = config.model_copy(update={"precisions": {**config.precisions, "bf16-fp16": mixed}})
+    train.run(config, run="bf16-fp16_grpo_seed0")
+    path = paths.of("training_log", run="bf16-fp16_grpo_seed0")
+    source = artifacts.provenance(path)
+    assert (source["compute"], source["engine"]["dtype"]) == ("bf16", "fp16")
+    row = artifacts.read(path, "training_log").to_pylist()[0]
+    assert row["loss_scale"] is None
+    assert row["k3"] > 1e-5  # weights are rounded differently, too
 
 
 def test_the_same_run_gives_the_same_bytes_wherever_it_lies(prepare, quick_grader):
