@@ -215,7 +215,9 @@ class Origin(Section):
 class Mismatch(Section):
     """The offline measurement: rollouts in one dtype, the same token ids scored by the trainer."""
 
-    models: tuple[Name, ...] = Field(("gain16", "gain120", "gain320"), min_length=1, description="models to measure")
+    models: tuple[Name, ...] = Field(
+        ("gain16", "gain48", "gain120", "gain320"), min_length=1, description="models to measure"
+    )
     problems: tuple[Name, ...] = Field(("all",), min_length=1, description="problem sets to sample")
     engines: tuple[EngineName, ...] = Field(("transformers",), min_length=1, description="rollout engines")
     precisions: tuple[Name, ...] = Field(
@@ -224,7 +226,7 @@ class Mismatch(Section):
     grid: tuple[Name, ...] = Field(
         (), description="those of them of which every pair is measured, the rollouts of one scored in the other"
     )
-    samples: int = Field(4, ge=1, le=10_000, description="responses a problem [paper: 32]")
+    samples: int = Field(8, ge=1, le=10_000, description="responses a problem [paper: 32]")
     sampling: Sampling = Field(Sampling(), description="how the responses are sampled [paper: T 1, no top-p]")
     micro_batch_tokens: int = Field(2048, ge=1, le=100_000_000, description="tokens a scoring pass, padding included")
     gradient_fidelity: GradientFidelity = Field(GradientFidelity(), description="gradients against fp32")
@@ -255,7 +257,7 @@ class Training(Section):
         16, ge=1, le=1_000_000, description="longest prompt; longer ones are left out, counted and named"
     )
     sampling: Sampling = Field(Sampling(), description="how rollouts are sampled [paper: T 1, top-p 1, 8,192 tokens]")
-    learning_rate: float = Field(1.5e-5, ge=0, le=1, description="constant after the warm-up [paper: 1e-6]")
+    learning_rate: float = Field(6e-6, ge=0, le=1, description="constant after the warm-up [paper: 1e-6]")
     warmup_steps: int = Field(5, ge=0, le=1_000_000, description="optimizer steps of linear warm-up")
     adam_betas: tuple[Probability, Probability] = Field((0.9, 0.95), description="AdamW [paper: 0.9, 0.95]")
     adam_eps: float = Field(1e-15, gt=0, le=1, description="AdamW [paper: 1e-15]")
@@ -319,6 +321,7 @@ def _continued(start: Name, gain: float, learning_rate: float) -> ModelSource:
 def _laptop_models() -> dict[Name, ModelSource]:
     return {
         "gain16": ModelSource(source="bootstrap", bootstrap=Bootstrap()),
+        "gain48": _continued("gain16", gain=48, learning_rate=3e-4),
         "gain120": _continued("gain16", gain=120, learning_rate=3e-4),
         "gain320": _continued("gain120", gain=320, learning_rate=1.5e-4),
     }
