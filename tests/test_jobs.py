@@ -16,8 +16,8 @@ def config(**changes: Any) -> Config:
 
 def test_the_laptop_run() -> None:
     counts = {step: len(jobs.jobs(Config(), step)) for step in ("model", "rollouts", "scores", "train", "evaluate")}
-    # 3 models; 3 models × 3 precisions; 2 × 2 × 2 runs; (8 runs + the untrained model in 2 precisions) × 2 benchmarks
-    assert counts == {"model": 3, "rollouts": 9, "scores": 9, "train": 8, "evaluate": 20}
+    # 4 models; 4 models × 3 precisions; 2 × 2 × 2 runs; (8 runs + the untrained model in 2 precisions) × 2 benchmarks
+    assert counts == {"model": 4, "rollouts": 12, "scores": 12, "train": 8, "evaluate": 20}
 
 
 def test_runs_are_the_whole_matrix() -> None:
