@@ -43,3 +43,11 @@ def test_an_error_is_no_end(clock: list[float], capsys: pytest.CaptureFixture[st
     with pytest.raises(KeyError):
         fail()
     assert capsys.readouterr().err == ""
+
+
+def test_where_there_is_nothing_to_count_the_time_is_told(
+    clock: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Progress("model", 0):
+        clock[0] += 7
+    assert capsys.readouterr().err == "model: 7 s\n"

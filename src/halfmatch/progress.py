@@ -15,7 +15,7 @@ SECONDS_BETWEEN_LINES = 10.0
 class Progress:
     """Counts what is done: `with Progress("train bf16", 60, "iterations") as progress: progress(1, "reward 0.41")`.
 
-    total is None where nobody knows how much there is.
+    total is None where nobody knows how much there is, and 0 where there is nothing to count.
     """
 
     def __init__(self, what: str, total: int | None, unit: str = "steps"):
@@ -38,7 +38,8 @@ class Progress:
     def _print_line(self) -> None:
         self._last_line = time.monotonic()
         of_all = "" if self.total is None else f"/{self.total}"
-        text = f"{self.what}: {self.done}{of_all} {self.unit}, {self._last_line - self._start:.0f} s"
+        counted = f"{self.done}{of_all} {self.unit}, " if self.total != 0 else ""
+        text = f"{self.what}: {counted}{self._last_line - self._start:.0f} s"
         print(f"{text}, {self._note}" if self._note else text, file=sys.stderr, flush=True)
 
     def __enter__(self) -> Self:
