@@ -56,7 +56,7 @@ def probe(engine: Engine, score: Score, requests: Sequence[Request]) -> Probe:
 
     A value that is not finite, on either side, makes the differences infinite.
     """
-    completions = engine.generate(requests, Sampling(temperature=1.0, top_p=1.0, max_tokens=RESPONSE_TOKENS), stop_token_ids=())
+    completions = engine.generate(requests, Sampling(max_tokens=RESPONSE_TOKENS), stop_token_ids=())
     scored = score(
         [list(request.prompt_ids) for request in requests], [completion.token_ids for completion in completions]
     )
