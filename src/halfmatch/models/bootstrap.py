@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from halfmatch.config import Bootstrap
-from halfmatch.models.folder import save
+from halfmatch.models.folder import load, save
 from halfmatch.models.tiny_tokenizer import EOS, EQUALS, PAD, THINKING, TOKEN_IDS, VOCABULARY, make_tokenizer
 from halfmatch.problems.generator import products
 
@@ -139,7 +139,7 @@ def _continued(bootstrap: Bootstrap, start: Path) -> PreTrainedModel:
 
     A model that starts at a high gain does not learn; one that learnt at a low gain soon imitates as well at a higher.
     """
-    model = Qwen3ForCausalLM.from_pretrained(start, dtype=torch.float32, local_files_only=True)
+    model = load(start, torch.float32).requires_grad_(True)
     gain = model.model.norm.weight
     with torch.no_grad():
         gain.mul_(bootstrap.gain / gain.mean())
