@@ -13,10 +13,12 @@ from snakemake.exceptions import WorkflowError
 # This checkout's package, also in a job and in a temporary copy, whatever is installed.
 sys.path.insert(0, str(Path(workflow.basedir) / "src"))
 
+from halfmatch import profiles
 from halfmatch.errors import UserError
 from halfmatch.pipeline import Pipeline
 
 try:
+    profiles.check(sys.argv[1:], Path(workflow.basedir))
     pipeline = Pipeline.read(
         workflow.config_settings.configfiles, workflow.config_settings.config
     )
