@@ -74,10 +74,10 @@ def copy_of_repository(folder: Path) -> Checkout:
     return checkout
 
 
-@pytest.fixture
-def new_checkout(tmp_path: Path) -> Callable[[str], Checkout]:
+@pytest.fixture(scope="session")
+def new_checkout(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Checkout]:
     """Makes checkouts, by a name for each."""
-    return lambda name: copy_of_repository(tmp_path / name)
+    return lambda name: copy_of_repository(tmp_path_factory.mktemp(name))
 
 
 @pytest.fixture(scope="session")
