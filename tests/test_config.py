@@ -205,6 +205,11 @@ def test_the_names_known_without_torch_are_those_of_the_table_of_objectives() ->
         "bound": 2.0,
         "clip_low": 0.1,
         "clip_high": 0.1,
+        "dual_clip": 5.0,
+        "bound_low": 0.5,
+        "keep_low": 0.5,
+        "keep_high": 1.5,
+        "limit": 0.1,
         "denominator": "max-length",
         "scale_by_std": True,
     }

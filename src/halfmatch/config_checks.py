@@ -16,18 +16,29 @@ if TYPE_CHECKING:
 # The rows of rl/objectives.py and which of their settings can be changed, named here so that a configuration can be
 # checked without torch; a test compares the two.
 _ANY = ("denominator", "scale_by_std")
-_CLIP = ("clip_low", "clip_high")
+_CLIP = ("clip_low", "clip_high", "dual_clip")
+_BOUNDS = ("bound", "bound_low")
 OBJECTIVE_SETTINGS: Mapping[str, tuple[str, ...]] = {
     "grpo": (*_CLIP, *_ANY),
-    "grpo-token-tis": ("bound", *_CLIP, *_ANY),
-    "grpo-seq-mis": ("bound", *_CLIP, *_ANY),
+    "grpo-token-tis": (*_BOUNDS, *_CLIP, *_ANY),
+    "grpo-seq-mis": (*_BOUNDS, *_CLIP, *_ANY),
     "gspo": (*_CLIP, *_ANY),
     "pg": _ANY,
-    "pg-token-is": ("bound", *_ANY),
-    "pg-token-tis": ("bound", *_ANY),
-    "pg-seq-is": ("bound", *_ANY),
-    "pg-seq-tis": ("bound", *_ANY),
-    "pg-seq-mis": ("bound", *_ANY),
+    "pg-token-is": (*_BOUNDS, *_ANY),
+    "pg-token-tis": (*_BOUNDS, *_ANY),
+    "pg-seq-is": (*_BOUNDS, *_ANY),
+    "pg-seq-tis": (*_BOUNDS, *_ANY),
+    "pg-seq-mis": (*_BOUNDS, *_ANY),
+    "dapo": (*_CLIP, *_ANY),
+    "grpo-dual-clip": (*_CLIP, *_ANY),
+    "cispo": ("clip_low", "clip_high", *_ANY),
+    "icepop": (*_BOUNDS, *_CLIP, *_ANY),
+    "grpo-geo-mask": ("keep_low", "keep_high", *_CLIP, *_ANY),
+    "grpo-k3-mask": ("keep_high", *_CLIP, *_ANY),
+    "dppo-tv": ("limit", *_BOUNDS, *_ANY),
+    "dppo-kl": ("limit", *_BOUNDS, *_ANY),
+    "rloo": _ANY,
+    "reinforce-plus-plus": (*_CLIP, *_ANY),
 }
 OBJECTIVE_NAMES = tuple(OBJECTIVE_SETTINGS)
 

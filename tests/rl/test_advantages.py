@@ -29,6 +29,28 @@ def test_scaled_by_the_unbiased_standard_deviation_by_hand():
     assert advantages.tolist() == pytest.approx([1.5, -0.5, -0.5, -0.5], rel=3e-6)
 
 
+def test_leave_one_out_compares_with_the_mean_of_the_others_by_hand():
+    # 1 against (0 + 0 + 0)/3, and each 0 against (1 + 0 + 0)/3
+    advantages = group_advantages(torch.tensor([1.0, 0.0, 0.0, 0.0]), 4, baseline="leave-one-out")
+    assert advantages.tolist() == pytest.approx([1, -1 / 3, -1 / 3, -1 / 3])
+
+
+def test_scaled_by_the_standard_deviation_of_the_batch_by_hand():
+    # advantages 3/4, −1/4, −1/4, −1/4 and 0 four times: squares 3/4 over n−1 = 7
+    rewards = torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0])
+    advantages = group_advantages(rewards, 4, scale_by_std=True, std_over="batch")
+    std = (0.75 / 7) ** 0.5
+    assert advantages.tolist() == pytest.approx([0.75 / std, *[-0.25 / std] * 3, 0, 0, 0, 0], rel=1e-5)
+
+
+@given(groups_of_rewards)
+def test_leave_one_out_against_plain_loops(size_and_groups):
+    size, groups = size_and_groups
+    expected = [group[i] - statistics.fmean(group[:i] + group[i + 1 :]) for group in groups for i in range(len(group))]
+    advantages = group_advantages(torch.tensor(groups).flatten(), size, baseline="leave-one-out")
+    assert advantages.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
 @given(groups_of_rewards)
 def test_against_the_standard_library(size_and_groups):
     size, groups = size_and_groups
@@ -50,9 +72,11 @@ def test_a_reward_that_all_get_changes_nothing(size_and_groups, bonus):
 
 
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, -1e6 / 3])
-@pytest.mark.parametrize("scale_by_std", [False, True])
-def test_equal_rewards_give_no_advantage(reward, scale_by_std):
-    advantages = group_advantages(torch.full((7,), reward), 7, scale_by_std=scale_by_std)
+@pytest.mark.parametrize(
+    "settings", [{}, {"scale_by_std": True}, {"baseline": "leave-one-out"}, {"scale_by_std": True, "std_over": "batch"}]
+)
+def test_equal_rewards_give_no_advantage(reward, settings):
+    advantages = group_advantages(torch.full((7,), reward), 7, **settings)
     assert advantages.abs().max() < 1e-8 * max(1.0, abs(reward))
 
 

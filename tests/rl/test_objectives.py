@@ -12,10 +12,17 @@ from hypothesis import strategies as st
 from halfmatch.config_checks import OBJECTIVE_SETTINGS
 from halfmatch.errors import UserError
 from halfmatch.rl.objectives import OBJECTIVES, Totals, merge_statistics, named, override, policy_loss, settings_of
+from halfmatch.rl.parts import ClippedRatio, ClippedWeight, DivergenceMask, Objective, PolicyGradient, SequenceRejection
 
 NAMES = tuple(OBJECTIVES)
 CORRECTED = tuple(name for name, objective in OBJECTIVES.items() if objective.correction)
-CLIPPED = ("grpo", "grpo-token-tis", "grpo-seq-mis", "gspo")
+# The rows with a ratio π(θ)/π(θ'), those whose clip stops the gradient, and those whose token losses have weights.
+RATIO = (
+    *("grpo", "grpo-token-tis", "grpo-seq-mis", "gspo", "dapo", "grpo-dual-clip", "cispo", "icepop"),
+    *("grpo-geo-mask", "grpo-k3-mask", "reinforce-plus-plus"),
+)
+CLIPPED = tuple(name for name in RATIO if name != "cispo")
+REJECTING = ("grpo-geo-mask", "grpo-k3-mask", "dppo-tv", "dppo-kl")
 INFINITY = math.inf
 
 
@@ -45,15 +52,15 @@ def random_data(seed, batch=5, time=7, mismatch=0.5, drift=0.3):
     mask = rng.random((batch, time)) < 0.7
     mask[0] = False
     logp = -rng.exponential(1.0, (batch, time))
-    logp_old = logp + drift * rng.normal(size=(batch, time))
-    logp_rollout = logp_old + mismatch * rng.normal(size=(batch, time))
+    logp_old = np.minimum(logp + drift * rng.normal(size=(batch, time)), -1e-3)  # of probabilities below 1
+    logp_rollout = np.minimum(logp_old + mismatch * rng.normal(size=(batch, time)), -1e-3)
     return Data(logp, logp_old, logp_rollout, rng.normal(size=batch), mask, max_length=11)
 
 
 def reference_loss(name, data, weight_logp=None):
     """The estimators of the paper, spelled out one by one with plain loops over scalars.
 
-    `weight_logp` is log π(θ) inside the weights of the policy gradients, where it is constant: for finite differences.
+    `weight_logp` is log π(θ) where it is constant, in the weights of policy gradients: for finite differences.
     """
     weight_logp = data.logp if weight_logp is None else weight_logp
     batch = len(data.advantages)
@@ -75,9 +82,19 @@ def reference_loss(name, data, weight_logp=None):
             ratio = math.exp((sum(new) - sum(old)) / len(tokens))
             total -= clipped(ratio, 3e-4, 4e-4) / batch
             continue
+        denominator = {
+            **dict.fromkeys(("dapo", "cispo", "reinforce-plus-plus"), data.mask.sum()),
+            "icepop": len(tokens) * batch,
+        }.get(name, data.max_length * batch)
+        old_ratios = [math.exp(a - b) for a, b in zip(old, rollout, strict=True)]
+        geometric = math.prod(old_ratios) ** (1 / len(tokens))
+        k3 = sum(ratio - 1 - math.log(ratio) for ratio in old_ratios) / len(tokens)
         for t in range(len(tokens)):
             token_current, token_old = math.exp(constant[t] - rollout[t]), math.exp(old[t] - rollout[t])
             grpo = clipped(math.exp(new[t] - old[t]), 0.2, 0.2)
+            ratio, p, q = math.exp(new[t] - old[t]), math.exp(rollout[t]), math.exp(constant[t])
+            away = (advantage > 0 and q > p) or (advantage < 0 and q < p)
+            binary_kl = p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
             term = {
                 "grpo": grpo,
                 "grpo-token-tis": min(token_old, 2.0) * grpo,
@@ -88,8 +105,18 @@ def reference_loss(name, data, weight_logp=None):
                 "pg-seq-is": seq_current * advantage * new[t],
                 "pg-seq-tis": min(seq_current, 3.0) * advantage * new[t],
                 "pg-seq-mis": (seq_current if seq_current <= 3.0 else 0.0) * advantage * new[t],
+                "dapo": clipped(ratio, 0.2, 0.28),
+                "grpo-dual-clip": max(grpo, 3.0 * advantage) if advantage < 0 else grpo,
+                "cispo": min(math.exp(constant[t] - old[t]), 5.0) * advantage * new[t],
+                "icepop": (token_old if 0.5 <= token_old <= 5.0 else 0.0) * grpo,
+                "grpo-geo-mask": grpo if 0.999 <= geometric <= 1.001 else 0.0,
+                "grpo-k3-mask": grpo if k3 <= 0.01 else 0.0,
+                "dppo-tv": 0.0 if away and abs(p - q) > 0.15 else token_current * advantage * new[t],
+                "dppo-kl": 0.0 if away and binary_kl > 0.05 else token_current * advantage * new[t],
+                "rloo": advantage * new[t],
+                "reinforce-plus-plus": grpo,
             }[name]
-            total -= term / data.max_length / batch
+            total -= term / denominator
     return total
 
 
@@ -97,8 +124,9 @@ def reference_loss(name, data, weight_logp=None):
 # Two responses of 2 and 1 tokens, A = 1 and −1, max_length 4, so every token's term is divided by 4 · 2 = 8.
 # π(θ) = (1/2, 1/2), (1/2); π(θ') = (1/4, 1/2), (1); μ = (1/8, 1/4), (1/2). ln 2 = L.
 #   r = (2, 1), (1/2)            clipped: min(2, 1.2) = 1.2, 1 | A = −1: max(1/2, 0.8) = 0.8 → terms 1.2, 1, −0.8
-#   π(θ')/μ = (2, 2), (2)        sequences 4 and 2
-#   π(θ)/μ = (4, 2), (1)         sequences 8 and 1
+#   π(θ')/μ = (2, 2), (2)        sequences 4 and 2; geometric means 2 and 2, k3 = 2 − 1 − ln 2 = 0.31 each
+#   π(θ)/μ = (4, 2), (1)         sequences 8 and 1; π(θ) − μ = (3/8, 1/4), (0); binary KL[μ‖π(θ)] of the second token:
+#                                1/4 ln 1/2 + 3/4 ln 3/2 = 0.13
 #   log π(θ) = −L everywhere
 L = math.log(2)
 HAND = Data(
@@ -121,6 +149,16 @@ HAND_LOSSES = {
     "pg-seq-is": -(-8 * L - 8 * L + 1 * L) / 8,
     "pg-seq-tis": -(-3 * L - 3 * L + 1 * L) / 8,
     "pg-seq-mis": -(0 + 0 + 1 * L) / 8,
+    "dapo": -(1.28 + 1 - 0.8) / 3,
+    "grpo-dual-clip": -(1.2 + 1 - 0.8) / 8,  # no ratio above 3 where A < 0
+    "cispo": -(-2 * L - 1 * L + 0.5 * L) / 3,
+    "icepop": -((2 * 1.2 + 2 * 1) / 2 - 2 * 0.8) / 2,
+    "grpo-geo-mask": 0,
+    "grpo-k3-mask": 0,
+    "dppo-tv": -(0 + 0 + 1 * L) / 8,  # both tokens of the first response are beyond the limit, and A > 0 pushes on
+    "dppo-kl": -(0 + 0 + 1 * L) / 8,
+    "rloo": -(-L - L + L) / 8,
+    "reinforce-plus-plus": -(1.2 + 1 - 0.8) / 3,
 }
 
 
@@ -209,8 +247,9 @@ def test_gradient_against_finite_differences(name, seed):
     parameters, logp = softmax_policy(seed, data)
     constant = logp(parameters).detach().numpy()
     rng = np.random.default_rng(seed)
-    data.logp_old = constant + 0.2 * rng.normal(size=data.mask.shape)
-    data.logp_rollout = data.logp_old + 0.5 * rng.normal(size=data.mask.shape)
+    data.logp_old = np.minimum(constant + 0.2 * rng.normal(size=data.mask.shape), -0.01)
+    mismatch = 1e-3 if name in ("grpo-geo-mask", "grpo-k3-mask") else 0.5
+    data.logp_rollout = np.minimum(data.logp_old + mismatch * rng.normal(size=data.mask.shape), -1e-3)
     tensors = data.tensors(torch.float64)
     policy_loss(OBJECTIVES[name], **{**tensors, "logp": logp(parameters)})[0].backward()
 
@@ -255,7 +294,7 @@ def naive_loss(name, data):
     return (per_token * weight * mask).sum(1).div(data["max_length"]).mean()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith(("grpo-token", "grpo-seq", "pg", "gspo"))])
 @pytest.mark.parametrize("seed", range(5))
 def test_gradient_against_autograd_of_the_usual_formula(name, seed):
     ours, naive = random_data(seed).tensors(torch.float64), random_data(seed).tensors(torch.float64)
@@ -302,7 +341,7 @@ def test_importance_sampling_is_unbiased_where_it_should_be(name, unbiased):
 def test_descent_raises_what_was_good_and_lowers_what_was_bad(name, advantage):
     logp = torch.full((1, 4), -1.0, requires_grad=True)
     same = logp.detach()
-    policy_loss(
+    policy_loss(  # one response of max_length tokens: all denominators are the same
         OBJECTIVES[name],
         logp=logp,
         logp_old=same,
@@ -330,7 +369,7 @@ def test_a_token_that_the_rollout_policy_oversampled_weighs_less(name):
 def test_ratio_is_of_the_current_policy_over_the_old_one():
     data = random_data(0)
     data.logp_old = data.logp - math.log(1.1)
-    for name in CLIPPED:
+    for name in RATIO:
         assert policy_loss(OBJECTIVES[name], **data.tensors())[1]["ratio_mean"] == pytest.approx(1.1)
 
 
@@ -340,13 +379,13 @@ def test_on_policy_every_ratio_is_exactly_one(name):
     data.logp_old = data.logp_rollout = data.logp
     _, statistics = policy_loss(OBJECTIVES[name], **data.tensors())
     ratios = {key: value for key, value in statistics.items() if key.startswith(("ratio", "weight"))}
-    assert bool(ratios) == (name != "pg")
+    assert bool(ratios) == (name not in ("pg", "rloo"))
     assert set(ratios.values()) <= {1.0}
     assert statistics.get("clip_low_share", 0) == statistics.get("clip_high_share", 0) == 0
     assert statistics.get("kept_share", 1) == 1
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "gspo"])
+@pytest.mark.parametrize("name", [name for name in NAMES if OBJECTIVES[name].denominator == "max-length"])
 def test_without_mismatch_and_drift_all_gradients_are_the_policy_gradient(name):
     def gradient(which):
         data = random_data(4)
@@ -446,13 +485,13 @@ def test_a_clipped_ratio_beyond_float32_has_gradient_zero(name):
     assert (data["logp"].grad[1] < 0).all()
 
 
-@pytest.mark.parametrize("name", CORRECTED)
+@pytest.mark.parametrize("name", dict.fromkeys((*CORRECTED, *REJECTING)))
 def test_a_nan_among_response_tokens_is_never_hidden(name):
     for key in ("logp", "logp_old", "logp_rollout"):
         tensors = random_data(7).tensors()
         tensors["mask"][:] = True
         tensors[key][2, 1] = math.nan
-        unused = key == "logp_old" and name.startswith("pg")
+        unused = key == "logp_old" and not OBJECTIVES[name].needs_old_logp
         assert bool(torch.isnan(policy_loss(OBJECTIVES[name], **tensors)[0])) != unused
 
 
@@ -483,9 +522,127 @@ def test_micro_batches_add_up_to_the_batch(name, denominator, sizes):
     assert merge_statistics(objective, part_statistics) == pytest.approx(statistics, rel=1e-6)
 
 
+# ------------------------------------------------------------------------------------- what single parts do, by hand
+def one_response(logp, old, rollout, advantage):
+    """Probabilities of the tokens of one response, and its advantage; max_length is their number."""
+    tensors = {
+        name: torch.log(torch.tensor([values], dtype=torch.float64))
+        for name, values in (("logp", logp), ("logp_old", old), ("logp_rollout", rollout))
+    }
+    tensors["logp"].requires_grad_()
+    mask = torch.ones(1, len(logp), dtype=torch.bool)
+    return {**tensors, "advantages": torch.tensor([float(advantage)]), "mask": mask, "max_length": len(logp)}
+
+
+def gradient_and_statistics(objective, data):
+    loss, statistics = policy_loss(objective, **data)
+    loss.backward()
+    return data["logp"].grad[0].tolist(), statistics
+
+
+def test_dual_clip_stops_a_bad_token_whose_ratio_has_grown():
+    data = one_response(logp=[0.8, 0.5, 0.1], old=[0.2, 0.2, 0.2], rollout=[0.2] * 3, advantage=-1)  # r 4, 5/2, 1/2
+    gradient, statistics = gradient_and_statistics(OBJECTIVES["grpo-dual-clip"], data)
+    assert gradient == pytest.approx([0, 2.5 / 3, 0])
+    assert (statistics["clip_high_share"], statistics["clip_low_share"]) == pytest.approx((1 / 3, 1 / 3))
+    unbounded = one_response(logp=[0.8, 0.5, 0.1], old=[0.2, 0.2, 0.2], rollout=[0.2] * 3, advantage=-1)
+    assert gradient_and_statistics(OBJECTIVES["grpo"], unbounded)[0] == pytest.approx([4 / 3, 2.5 / 3, 0])
+
+
+@pytest.mark.parametrize("advantage", [1, -1])
+def test_cispo_bounds_the_weight_and_leaves_every_token_its_gradient(advantage):
+    data = one_response(logp=[0.9, 0.2, 0.01], old=[0.1, 0.1, 0.1], rollout=[0.1] * 3, advantage=advantage)
+    gradient, statistics = gradient_and_statistics(OBJECTIVES["cispo"], data)  # r 9, 2, 1/10
+    assert gradient == pytest.approx([-5 * advantage / 3, -2 * advantage / 3, -0.1 * advantage / 3])
+    assert (statistics["clip_low_share"], statistics["clip_high_share"]) == pytest.approx((0, 1 / 3))
+    data = one_response(logp=[0.9, 0.2, 0.01], old=[0.1, 0.1, 0.1], rollout=[0.1] * 3, advantage=advantage)
+    gradient, statistics = gradient_and_statistics(override(OBJECTIVES["cispo"], {"clip_low": 0.2}), data)
+    assert gradient[2] == pytest.approx(-0.8 * advantage / 3)
+    assert statistics["clip_low_share"] == pytest.approx(1 / 3)
+
+
+def test_icepop_leaves_out_the_tokens_outside_of_both_bounds():
+    data = one_response(logp=[0.3] * 4, old=[0.3] * 4, rollout=[0.05, 0.06, 0.59, 0.61], advantage=1)
+    gradient, statistics = gradient_and_statistics(OBJECTIVES["icepop"], data)  # π(θ')/μ 6, 5, 0.508, 0.49
+    assert gradient == pytest.approx([0, -5 / 4, -0.3 / 0.59 / 4, 0])
+    assert (statistics["kept_share"], statistics["truncated_share"]) == (0.5, 0)
+
+
+def test_a_lower_bound_truncates_where_the_correction_truncates():
+    data = one_response(logp=[0.3] * 2, old=[0.3] * 2, rollout=[0.9, 0.1], advantage=1)
+    gradient, statistics = gradient_and_statistics(override(OBJECTIVES["pg-token-tis"], {"bound_low": 0.5}), data)
+    assert gradient == pytest.approx([-0.5 / 2, -2 / 2])
+    assert (statistics["kept_share"], statistics["truncated_share"]) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "rollout", "kept"),
+    [
+        ("grpo-geo-mask", [0.5 / 1.1, 0.5 * 1.1], True),  # the ratios 1.1 and 1/1.1 cancel
+        ("grpo-geo-mask", [0.5 / 1.003, 0.5], False),  # geometric mean 1.0015
+        ("grpo-geo-mask", [0.5 * 1.003, 0.5], False),
+        ("grpo-geo-mask", [0.5 / 1.001, 0.5], True),
+        ("grpo-k3-mask", [0.5 / 1.1, 0.5 * 1.1], True),  # k3 0.0047 and 0.0044
+        ("grpo-k3-mask", [0.5 / 1.25, 0.5], False),  # 1.25 − 1 − ln 1.25 = 0.027, half of it 0.0134
+        ("grpo-k3-mask", [0.5 / 1.18, 0.5], True),  # 0.0145, half of it 0.0072
+    ],
+)
+def test_a_response_too_far_from_the_rollout_policy_is_left_out_whole(name, rollout, kept):
+    data = one_response(logp=[0.5] * 2, old=[0.5] * 2, rollout=rollout, advantage=1)
+    gradient, statistics = gradient_and_statistics(OBJECTIVES[name], data)
+    assert gradient == pytest.approx([-0.5 if kept else 0] * 2)  # and no weight where it is kept
+    assert statistics["kept_share"] == kept
+    assert "weight_mean" not in statistics
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "rollout", "advantage", "kept"),
+    [
+        ("dppo-tv", 0.66, 0.5, 1, False),
+        ("dppo-tv", 0.66, 0.5, -1, True),  # the step leads back
+        ("dppo-tv", 0.34, 0.5, -1, False),
+        ("dppo-tv", 0.34, 0.5, 1, True),
+        ("dppo-tv", 0.64, 0.5, 1, True),
+        ("dppo-tv", 0.1, 0.001, 1, True),  # a ratio of 100 that moves little mass
+        ("dppo-kl", 0.9, 0.5, 1, False),  # 1/2 ln 5/9 + 1/2 ln 5 = 0.51
+        ("dppo-kl", 0.9, 0.5, -1, True),
+        ("dppo-kl", 0.6, 0.5, 1, True),  # 1/2 ln 5/6 + 1/2 ln 5/4 = 0.02
+        ("dppo-kl", 1.0, 0.5, 1, False),
+        ("dppo-kl", 1.0, 1.0, 1, True),
+    ],
+)
+def test_dppo_leaves_out_the_tokens_that_lead_away_from_the_rollout_policy(name, policy, rollout, advantage, kept):
+    data = one_response(logp=[policy], old=[policy], rollout=[rollout], advantage=advantage)
+    gradient, statistics = gradient_and_statistics(OBJECTIVES[name], data)
+    assert gradient == pytest.approx([-advantage * policy / rollout if kept else 0])
+    assert statistics["kept_share"] == kept
+
+
+def test_an_infinite_weight_that_is_rejected_does_not_show():
+    data = one_response(logp=[1.0], old=[1.0], rollout=[0.5], advantage=1)
+    data = {**data, "logp_rollout": torch.tensor([[-800.0]], dtype=torch.float64)}
+    loss, statistics = policy_loss(OBJECTIVES["dppo-tv"], **data)
+    assert statistics["weight_max"] == INFINITY
+    assert loss.item() == 0
+
+
+def test_the_parts_of_a_row_are_those_that_its_name_says():
+    assert {name for name in NAMES if isinstance(OBJECTIVES[name].surrogate, ClippedRatio)} == set(CLIPPED)
+    assert isinstance(OBJECTIVES["cispo"].surrogate, ClippedWeight)
+    assert {name for name in NAMES if isinstance(OBJECTIVES[name].rejection, DivergenceMask)} == {"dppo-tv", "dppo-kl"}
+    assert OBJECTIVES["rloo"].baseline == "leave-one-out"
+    assert (OBJECTIVES["reinforce-plus-plus"].scale_by_std, OBJECTIVES["reinforce-plus-plus"].std_over) == (
+        True,
+        "batch",
+    )
+    assert named("dapo", {"dual_clip": 10}).surrogate == ClippedRatio("token", 0.2, 0.28, 10.0)
+
+
 # --------------------------------------------------------------------------------------------------------- the table
 def test_the_pass_that_scores_old_log_probs_runs_only_where_it_is_needed():
-    assert {name for name, objective in OBJECTIVES.items() if objective.needs_old_logp} == set(CLIPPED)
+    assert {name for name, objective in OBJECTIVES.items() if objective.needs_old_logp} == set(RATIO)
+    rejection = SequenceRejection("k3", keep_high=0.01)
+    assert Objective(PolicyGradient(), rejection=rejection, source="here").needs_old_logp
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -535,6 +692,13 @@ def test_settings_change_the_numbers_of_a_row():
         ("grpo", {"clip_low": 1.0}, r"must be in \[0, 1\)"),
         ("grpo", {"clip_high": math.nan}, "clip_high nan"),
         ("pg-seq-tis", {"bound": -1}, "must be above 0"),
+        ("grpo-dual-clip", {"dual_clip": 1}, "dual_clip 1.0 must be above 1"),
+        ("icepop", {"bound_low": 6}, r"bound_low 6.0 must be in \[0, bound 5.0\]"),
+        ("cispo", {"dual_clip": 3}, "no setting 'dual_clip'; "),
+        ("cispo", {"clip_low": 1.1}, r"clip_low 1.1 must be in \[0, 1\]"),
+        ("grpo-geo-mask", {"keep_low": 2}, "keep_low 2.0 must be in"),
+        ("grpo-k3-mask", {"keep_low": 0.001}, "no setting 'keep_low'; "),
+        ("dppo-tv", {"limit": -1}, "limit -1.0 must be at least 0"),
         ("pg", {"denominator": "tokens"}, "must be one of max-length"),
         ("pg", {"scale_by_std": 1}, "scale_by_std must be a bool, not 1"),
     ],

@@ -12,7 +12,7 @@ from halfmatch.errors import UserError
 from halfmatch.precision import Precision
 from halfmatch.rl.batching import collate
 from halfmatch.rl.checkpoints import Checkpoints
-from halfmatch.rl.objectives import OBJECTIVES
+from halfmatch.rl.objectives import OBJECTIVES, named
 from halfmatch.rl.rollouts import Problem
 from halfmatch.rl.trainer import Trainer
 
@@ -88,7 +88,7 @@ def build(tiny_model_folder):
     """Trainers on the tiny model, by default in fp32 on canned rollouts."""
     from transformers import AutoModelForCausalLM
 
-    def make(objective="pg-seq-is", precision=None, engine=None, training=SETTINGS, seed=0):
+    def make(objective="pg-seq-is", precision=None, engine=None, training=SETTINGS, seed=0, **changes):
         precision = precision or Precision.named("fp32")
         if engine is None:
             engine = CannedEngine()
@@ -106,7 +106,7 @@ def build(tiny_model_folder):
             problems=PROBLEMS,
             settings=training,
             precision=precision,
-            objective=OBJECTIVES[objective],
+            objective=named(objective, changes),
             seed=seed,
         )
 
@@ -211,9 +211,11 @@ def test_two_iterations_equal_plain_training_in_float64(build, tmp_path, name):
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_gradient_does_not_depend_on_the_split_into_micro_batches(build, name):
+    # The canned log-probs are so far from the model's that the defaults of these rows leave every response out.
+    wide = {"grpo-geo-mask": {"keep_low": 0.5, "keep_high": 2}, "grpo-k3-mask": {"keep_high": 1}}.get(name, {})
     found = []
     for budget in (1, 30, 10_000):
-        trainer = build(name, training=settings(micro_batch_tokens=budget, learning_rate=0.0))
+        trainer = build(name, training=settings(micro_batch_tokens=budget, learning_rate=0.0), **wide)
         gradients = []
         trainer.optimizer.step = lambda trainer=trainer, into=gradients: into.append(
             torch.cat([gradient.flatten() for gradient in trainer.masters.gradients])
@@ -259,7 +261,7 @@ def test_the_old_policy_is_scored_only_where_it_is_needed(build, name):
     passes = []
     trainer.model.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
     list(trainer.iteration())
-    needs = "pg" not in name
+    needs = name not in ("dppo-tv", "dppo-kl", "rloo") and not name.startswith("pg")
     assert passes == ([False] * 2 if needs else []) + [True] * 2
 
 

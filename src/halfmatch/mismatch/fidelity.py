@@ -30,7 +30,8 @@ from halfmatch.precision import LossScaling
 from halfmatch.precision.scaling import LossScaler
 from halfmatch.rl.advantages import group_advantages
 from halfmatch.rl.batching import collate, micro_batches, pad
-from halfmatch.rl.objectives import Correction, Objective, PolicyGradient, Totals, merge_statistics, policy_loss
+from halfmatch.rl.objectives import Totals, merge_statistics, policy_loss
+from halfmatch.rl.parts import Correction, Objective, PolicyGradient
 from halfmatch.rl.rollouts import REWARDS, fill_ungraded
 from halfmatch.rl.scoring import token_logprobs
 from halfmatch.seeds import request_seed
@@ -196,7 +197,9 @@ def _reference_of(objective: Objective) -> Objective:
     """The policy gradient with an objective's advantages and denominator."""
     return Objective(
         PolicyGradient(),
+        baseline=objective.baseline,
         scale_by_std=objective.scale_by_std,
+        std_over=objective.std_over,
         denominator=objective.denominator,
         source="reference",
     )
@@ -220,7 +223,16 @@ def _block_gradient(
     batch = collate(prompts, responses, stop_token_ids=())
     logp_rollout = pad([logprobs for group in groups for logprobs in group.logp_rollout], batch.response_mask)
     advantages = torch.cat(
-        [group_advantages(group.rewards, len(group.rewards), scale_by_std=objective.scale_by_std) for group in groups]
+        [
+            group_advantages(
+                group.rewards,
+                len(group.rewards),
+                baseline=objective.baseline,
+                # The batch's is one number, and no comparison with a reference of the same advantages depends on it.
+                scale_by_std=objective.scale_by_std and objective.std_over == "group",
+            )
+            for group in groups
+        ]
     )
     weights = [parameter.requires_grad_() for parameter in model.parameters()]
     sums = [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]

@@ -1,5 +1,6 @@
 """What the trainer minimises: every algorithm is a row of one table, composed of a surrogate, a correction of the
-rollout policy, an advantage and a denominator. The paper's equations (arXiv 2510.26788) stand here and nowhere else.
+rollout policy, a rejection, an advantage and a denominator (halfmatch.rl.parts). The paper's equations (arXiv
+2510.26788) stand here and nowhere else.
 
 Notation: π(θ) the policy being trained; π(θ') the same at the weights the rollouts were sampled with; μ the rollout
 engine's policy; A the advantage of a response y of |y| tokens. Log-probs are natural logarithms, [B, T] float32, of the
@@ -7,11 +8,12 @@ tokens that were sampled. The loss is
 
     Σ_i n_i Σ_t w_it ℓ_it    over responses i and their tokens t, where
     ℓ  = −A log π(θ), or −min(r A, clip(r, 1−ε_low, 1+ε_high) A) with r = π(θ)/π(θ')   [surrogate]
-    w  = π/μ, truncated or masked beyond a bound, never differentiated                    [correction]
+    w  = π/μ, truncated or masked beyond its bounds, never differentiated                 [correction]
+         times 0 where a response or a token is too far from μ                            [rejection]
     n  = 1/(B·max_length), 1/tokens or 1/(B·|y_i|)                                       [denominator]
 
-Ratios are sums of log-prob differences until the one exponential. What a correction masks keeps its place in the
-denominator: the estimators average ρ·1{ρ ≤ C} over all samples.
+Ratios are sums of log-prob differences until the one exponential. What a correction masks or a rejection leaves out
+keeps its place in the denominator: the estimators average ρ·1{ρ ≤ C} over all samples.
 """
 
 from __future__ import annotations
@@ -19,78 +21,25 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from halfmatch.config_checks import nearest
 from halfmatch.errors import UserError
-
-# What one ratio belongs to: a token; a response, by the product of its tokens' ratios; or a response, by their
-# geometric mean, as GSPO does.
-Level = Literal["token", "sequence", "geometric"]
-Denominator = Literal["max-length", "response-tokens", "response-mean"]
-
-
-@dataclass(frozen=True)
-class PolicyGradient:
-    """−A log π(θ): its gradient is the policy gradient, whatever policy the samples came from."""
-
-
-@dataclass(frozen=True)
-class ClippedRatio:
-    """−min(r A, clip(r, 1−clip_low, 1+clip_high) A) with r = π(θ)/π(θ') at `level` (PPO; geometric: GSPO)."""
-
-    level: Level = "token"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-
-    def __post_init__(self) -> None:
-        if not (0 <= self.clip_low < 1 and 0 <= self.clip_high < math.inf):
-            raise ValueError(f"clip_low {self.clip_low} must be in [0, 1), clip_high {self.clip_high} at least 0")
-
-
-@dataclass(frozen=True)
-class Correction:
-    """Importance weight π/μ at `level` for samples that came from μ; plain importance sampling has no bound.
-
-    Weights above `bound` become the bound (truncate) or 0 (mask). A weight too large for float32 is infinite: a bound
-    turns it into the bound or 0, and without one it makes the loss infinite or NaN, for the trainer to see. A response
-    with A = 0 adds nothing, whatever its weight.
-    """
-
-    policy: Literal["current", "old"]  # π(θ), or π(θ'), over μ
-    level: Level
-    bound: float = math.inf
-    beyond: Literal["truncate", "mask"] = "truncate"
-
-    def __post_init__(self) -> None:
-        if not self.bound > 0:
-            raise ValueError(f"bound {self.bound} must be above 0")
-
-
-@dataclass(frozen=True)
-class Objective:
-    """One row of the table."""
-
-    surrogate: PolicyGradient | ClippedRatio
-    correction: Correction | None = None
-    scale_by_std: bool = False  # of the advantages; see halfmatch.rl.advantages
-    denominator: Denominator = "max-length"
-    source: str = field(kw_only=True)  # where the estimator and its default numbers come from
-
-    def __post_init__(self) -> None:
-        if self.denominator not in get_args(Denominator):
-            raise ValueError(f"denominator {self.denominator!r} must be one of {', '.join(get_args(Denominator))}")
-
-    @property
-    def needs_old_logp(self) -> bool:
-        """Whether the pass that scores the rollouts under π(θ') has to run."""
-        corrects_old = self.correction is not None and self.correction.policy == "old"
-        return corrects_old or isinstance(self.surrogate, ClippedRatio)
-
+from halfmatch.rl.parts import (
+    ClippedRatio,
+    ClippedWeight,
+    Correction,
+    Denominator,
+    DivergenceMask,
+    Level,
+    Objective,
+    PolicyGradient,
+    SequenceRejection,
+)
 
 _PAPER = "arXiv 2510.26788"
 _DR_GRPO = "sums over a constant length and no division by the std: Dr. GRPO, arXiv 2503.20783"
@@ -122,6 +71,63 @@ OBJECTIVES: Mapping[str, Objective] = {
     ),
     "pg-seq-mis": Objective(
         PolicyGradient(), Correction("current", "sequence", 3.0, "mask"), source=f"{_PAPER}'s text; C = 3"
+    ),
+    "dapo": Objective(
+        ClippedRatio(clip_low=0.2, clip_high=0.28),
+        scale_by_std=True,
+        denominator="response-tokens",
+        source="DAPO, arXiv 2503.14476: clip-higher, mean over the batch's tokens; no KL term",
+    ),
+    "grpo-dual-clip": Objective(
+        ClippedRatio(dual_clip=3.0),
+        source=f"dual clip, arXiv 1912.09729, with its c = 3 (also verl's default); {_DR_GRPO}",
+    ),
+    "cispo": Objective(
+        ClippedWeight(clip_low=1.0, clip_high=4.0),
+        scale_by_std=True,
+        denominator="response-tokens",
+        source="CISPO, arXiv 2506.13585, without a bound below; r ≤ 5 as in TRL's documentation",
+    ),
+    "icepop": Objective(
+        ClippedRatio(),
+        Correction("old", "token", 5.0, "mask", bound_low=0.5),
+        scale_by_std=True,
+        denominator="response-mean",
+        source="IcePop of Ring-1T, arXiv 2510.18855: weights outside [0.5, 5] become 0",
+    ),
+    "grpo-geo-mask": Objective(
+        ClippedRatio(),
+        rejection=SequenceRejection("geometric", keep_low=0.999, keep_high=1.001),
+        source=f"geometric sequence masking with the range of verl's preset decoupled_geo_rs; {_DR_GRPO}",
+    ),
+    "grpo-k3-mask": Objective(
+        ClippedRatio(),
+        rejection=SequenceRejection("k3", keep_high=0.01),
+        source=f"rejection by k3 with the limit of verl's preset decoupled_k3_rs; {_DR_GRPO}",
+    ),
+    "dppo-tv": Objective(
+        PolicyGradient(),
+        Correction("current", "token"),
+        DivergenceMask("tv", 0.15),
+        source=f"DPPO-Binary-TV, arXiv 2602.04879, limit as in its released script; {_DR_GRPO}",
+    ),
+    "dppo-kl": Objective(
+        PolicyGradient(),
+        Correction("current", "token"),
+        DivergenceMask("kl", 0.05),
+        source=f"DPPO-Binary-KL, arXiv 2602.04879, limit as in its released script; {_DR_GRPO}",
+    ),
+    "rloo": Objective(
+        PolicyGradient(),
+        baseline="leave-one-out",
+        source="RLOO, arXiv 2402.14740, in its policy-gradient form; sums over a constant length",
+    ),
+    "reinforce-plus-plus": Objective(
+        ClippedRatio(),
+        scale_by_std=True,
+        std_over="batch",
+        denominator="response-tokens",
+        source="REINFORCE++ with baseline, arXiv 2501.03262; no KL term",
     ),
 }
 
@@ -160,9 +166,10 @@ def policy_loss(
 
     What stands behind the mask, NaN and infinities included, reaches neither loss nor gradient. The statistics describe
     ratios π(θ)/π(θ') and weights π/μ, each at its own level, over response tokens or over responses that have any:
-    `ratio_…`, `clip_low_share`, `clip_high_share` (where the clip stops the gradient), `weight_raw_…` before and
-    `weight_…` after the bound, `truncated_share`, `kept_share`; those that an objective or an empty batch lacks are
-    left out.
+    `ratio_…`, `clip_low_share`, `clip_high_share` (where a clip cuts the ratio from below or above; a clipped ratio has
+    no gradient there), `weight_raw_…` before and `weight_…` after the bounds, `truncated_share`, `kept_share` (neither
+    masked nor rejected; of tokens where either is of tokens); those that an objective or an empty batch lacks are left
+    out.
     """
     logp = _response_only(logp, mask)
     advantages = advantages[:, None]  # [B, 1]
@@ -171,29 +178,51 @@ def policy_loss(
     match objective.surrogate:
         case PolicyGradient():
             losses = -advantages * logp
-        case ClippedRatio(level, clip_low, clip_high):
+        case ClippedRatio(level, clip_low, clip_high, dual_clip):
             log_ratio = _at_level(level, logp - _response_only(logp_old, mask), mask)
             # min(r A, clip(r) A) cuts r from above where A > 0 and from below where A < 0. Cutting the logarithm keeps
             # an overflow of the exponential out of the gradient of what is clipped.
-            log_low, log_high = math.log1p(-clip_low), math.log1p(clip_high)
-            clipped = torch.where(advantages >= 0, log_ratio.clamp(max=log_high), log_ratio.clamp(min=log_low))
+            log_low, log_high, log_dual = math.log1p(-clip_low), math.log1p(clip_high), math.log(dual_clip)
+            clipped = torch.where(
+                advantages >= 0, log_ratio.clamp(max=log_high), log_ratio.clamp(min=log_low, max=log_dual)
+            )
             losses = -advantages * clipped.exp()
             described |= _summary("ratio", _observed(log_ratio.detach().exp(), mask))
+            limit = torch.where(advantages > 0, log_high, log_dual)
             described |= _shares(
                 clip_low_share=_observed((advantages < 0) & (log_ratio < log_low), mask),
-                clip_high_share=_observed((advantages > 0) & (log_ratio > log_high), mask),
+                clip_high_share=_observed((advantages != 0) & (log_ratio > limit), mask),
+            )
+        case ClippedWeight(clip_low, clip_high):
+            log_ratio = logp.detach() - _response_only(logp_old, mask)
+            log_low, log_high = -math.inf if clip_low == 1 else math.log1p(-clip_low), math.log1p(clip_high)
+            losses = -advantages * log_ratio.clamp(log_low, log_high).exp() * logp
+            described |= _summary("ratio", _observed(log_ratio.exp(), mask))
+            described |= _shares(
+                clip_low_share=_observed(log_ratio < log_low, mask),
+                clip_high_share=_observed(log_ratio > log_high, mask),
             )
 
+    weights = torch.ones_like(advantages)  # [B, 1], or [B, T] below
+    kept = torch.ones_like(advantages, dtype=torch.bool)
     if objective.correction is not None:
+        bound, bound_low = objective.correction.bound, objective.correction.bound_low
         numerator = logp.detach() if objective.correction.policy == "current" else _response_only(logp_old, mask)
         raw = _at_level(objective.correction.level, numerator - _response_only(logp_rollout, mask), mask).exp()
-        beyond = raw > objective.correction.bound
-        replacement = 0.0 if objective.correction.beyond == "mask" else objective.correction.bound
-        weights = raw.masked_fill(beyond, replacement)
-        losses = losses * weights.masked_fill(advantages == 0, 0.0)  # 0 · ∞ would be NaN
-        masked = beyond if objective.correction.beyond == "mask" else torch.zeros_like(beyond)
+        beyond = (raw > bound) | (raw < bound_low)
+        if objective.correction.beyond == "mask":
+            weights, kept, truncated = raw.masked_fill(beyond, 0.0), ~beyond, torch.zeros_like(beyond)
+        else:
+            weights, kept, truncated = raw.clamp(bound_low, bound), torch.ones_like(beyond), beyond
         described |= _summary("weight_raw", _observed(raw, mask)) | _summary("weight", _observed(weights, mask))
-        described |= _shares(truncated_share=_observed(beyond & ~masked, mask), kept_share=_observed(~masked, mask))
+        described |= _shares(truncated_share=_observed(truncated, mask))
+    if objective.rejection is not None:
+        passed = _passed(objective.rejection, logp.detach(), logp_old, logp_rollout, advantages, mask)
+        weights = weights.masked_fill(passed == 0, 0.0) * passed
+        kept = kept & (passed != 0)
+    if objective.correction is not None or objective.rejection is not None:
+        losses = losses * weights.masked_fill(advantages == 0, 0.0)  # 0 · ∞ would be NaN
+        described |= _shares(kept_share=_observed(kept, mask))
 
     denominator = _denominator(objective.denominator, mask, max_length, totals or Totals.of(mask))
     loss = (losses.masked_fill(~mask, 0.0) / denominator).sum()
@@ -216,6 +245,40 @@ def _at_level(level: Level, differences: Tensor, mask: Tensor) -> Tensor:
         return differences
     total = differences.sum(dim=1, keepdim=True)
     return total if level == "sequence" else total / mask.sum(dim=1, keepdim=True).clamp(min=1)
+
+
+def _passed(
+    rejection: SequenceRejection | DivergenceMask,
+    logp: Tensor,
+    logp_old: Tensor | None,
+    logp_rollout: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+) -> Tensor:
+    """1 for what passes, 0 for what is left out, NaN where that cannot be told: responses [B, 1] or tokens [B, T]."""
+    logp_rollout = _response_only(logp_rollout, mask)
+    match rejection:
+        case SequenceRejection(measure, keep_high, keep_low):
+            difference = _response_only(logp_old, mask) - logp_rollout
+            if measure == "geometric":
+                value = _at_level("geometric", difference, mask).exp()
+            else:
+                value = _at_level("geometric", difference.expm1() - difference, mask)
+            rejected = (value < keep_low) | (value > keep_high)
+        case DivergenceMask(divergence, limit):
+            away = torch.where(advantages > 0, logp > logp_rollout, logp < logp_rollout)
+            value = _binary_divergence(divergence, logp_rollout, logp)
+            rejected = away & (value > limit)
+    return torch.ones_like(value).masked_fill(rejected, 0.0).masked_fill(value.isnan(), math.nan)
+
+
+def _binary_divergence(divergence: Literal["tv", "kl"], logp: Tensor, logq: Tensor) -> Tensor:
+    """Total variation of, or KL[p‖q] between, the distributions {p, 1 − p} and {q, 1 − q}."""
+    if divergence == "tv":
+        return (logp.exp() - logq.exp()).abs()
+    tiny = torch.finfo(logp.dtype).tiny  # so that 0 log 0 is 0, and p log 0 large
+    rest_p, rest_q = ((-values.expm1()).clamp(min=tiny) for values in (logp, logq))
+    return logp.exp() * (logp - logq) + rest_p * (rest_p.log() - rest_q.log())
 
 
 def _denominator(name: Denominator, mask: Tensor, max_length: int, totals: Totals) -> int | Tensor:
@@ -244,9 +307,11 @@ def _shares(**conditions: Tensor) -> dict[str, Tensor]:
 
 def merge_statistics(objective: Objective, parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The statistics of a batch from those of its micro-batches: means are weighted by what they are means over."""
+    weight = objective.correction is not None and objective.correction.level == "token"
     by_token = {
-        "ratio": isinstance(objective.surrogate, ClippedRatio) and objective.surrogate.level == "token",
-        "weight": objective.correction is not None and objective.correction.level == "token",
+        "ratio": not isinstance(objective.surrogate, ClippedRatio) or objective.surrogate.level == "token",
+        "weight": weight,
+        "kept": weight or isinstance(objective.rejection, DivergenceMask),
     }
     merged: dict[str, float] = {}
     for name in dict.fromkeys(name for part in parts for name in part):
@@ -259,8 +324,8 @@ def merge_statistics(objective: Objective, parts: Sequence[Mapping[str, float]])
         elif name.endswith("_min"):
             result = values.min()
         else:
-            of_ratio = name.startswith(("ratio", "clip"))
-            count = "tokens" if by_token["ratio" if of_ratio else "weight"] else "sequences"
+            part_of = "ratio" if name.startswith(("ratio", "clip")) else "kept" if name == "kept_share" else "weight"
+            count = "tokens" if by_token[part_of] else "sequences"
             counts = torch.tensor([part[count] for part in having], dtype=torch.float64)
             result = (values * counts).sum() / counts.sum()
         merged[name] = float(result)
@@ -280,14 +345,23 @@ def named(name: str, settings: Mapping[str, float | bool | str] | None = None) -
 def settings_of(objective: Objective) -> dict[str, str]:
     """What can be set of an objective, each with the part that holds it ("" for the objective itself).
 
-    What makes an objective the algorithm that its name says (surrogate, level, policies, truncate or mask) is another
-    row and no setting.
+    What makes an objective the algorithm that its name says (surrogate, level, policies, truncate or mask, baseline) is
+    another row and no setting.
     """
     settings = {"denominator": "", "scale_by_std": ""}
-    if isinstance(objective.surrogate, ClippedRatio):
-        settings |= {"clip_low": "surrogate", "clip_high": "surrogate"}
+    match objective.surrogate:
+        case ClippedRatio():
+            settings |= dict.fromkeys(("clip_low", "clip_high", "dual_clip"), "surrogate")
+        case ClippedWeight():
+            settings |= dict.fromkeys(("clip_low", "clip_high"), "surrogate")
     if objective.correction is not None:
-        settings |= {"bound": "correction"}
+        settings |= dict.fromkeys(("bound", "bound_low"), "correction")
+    match objective.rejection:
+        case SequenceRejection(measure):
+            names = ("keep_low", "keep_high") if measure == "geometric" else ("keep_high",)
+            settings |= dict.fromkeys(names, "rejection")
+        case DivergenceMask():
+            settings |= {"limit": "rejection"}
     return settings
 
 

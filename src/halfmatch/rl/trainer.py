@@ -29,7 +29,8 @@ from halfmatch.rl import monitors
 from halfmatch.rl.advantages import group_advantages
 from halfmatch.rl.batching import Batch, micro_batches
 from halfmatch.rl.checkpoints import Checkpoints
-from halfmatch.rl.objectives import Objective, Totals, merge_statistics, policy_loss
+from halfmatch.rl.objectives import Totals, merge_statistics, policy_loss
+from halfmatch.rl.parts import Objective
 from halfmatch.rl.rollouts import Problem, ProblemSampler, Rollouts, collect, grade
 from halfmatch.rl.scoring import token_logprobs
 from halfmatch.rl.training_log import COLUMNS, LiveTable, complete
@@ -226,7 +227,11 @@ class Trainer:
         device = next(self.model.parameters()).device
         batch = rollouts.batch.to(device)
         advantages = group_advantages(
-            rollouts.rewards, self.settings.samples_per_prompt, scale_by_std=self.objective.scale_by_std
+            rollouts.rewards,
+            self.settings.samples_per_prompt,
+            baseline=self.objective.baseline,
+            scale_by_std=self.objective.scale_by_std,
+            std_over=self.objective.std_over,
         )
         logp_old = None
         if self.objective.needs_old_logp:

@@ -1,0 +1,133 @@
+"""What an objective is composed of: a surrogate, a correction of μ, a rejection of what is too far from it, an
+advantage and a denominator. What they compute is in halfmatch.rl.objectives, whose notation is used here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from halfmatch.rl.advantages import Baseline, StdOver
+
+# What one ratio belongs to: a token; a response, by the product of its tokens' ratios; or a response, by their
+# geometric mean, as GSPO does.
+Level = Literal["token", "sequence", "geometric"]
+Denominator = Literal["max-length", "response-tokens", "response-mean"]
+
+
+@dataclass(frozen=True)
+class PolicyGradient:
+    """−A log π(θ): its gradient is the policy gradient, whatever policy the samples came from."""
+
+
+@dataclass(frozen=True)
+class ClippedRatio:
+    """−min(r A, clip(r, 1−clip_low, 1+clip_high) A) with r = π(θ)/π(θ') at `level` (PPO; geometric: GSPO).
+
+    Where A < 0 this has no bound above; `dual_clip` is one: r is cut there too.
+    """
+
+    level: Level = "token"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.clip_low < 1 and 0 <= self.clip_high < math.inf):
+            raise ValueError(f"clip_low {self.clip_low} must be in [0, 1), clip_high {self.clip_high} at least 0")
+        if not self.dual_clip > 1:
+            raise ValueError(f"dual_clip {self.dual_clip} must be above 1")
+
+
+@dataclass(frozen=True)
+class ClippedWeight:
+    """−clip(r, 1−clip_low, 1+clip_high) A log π(θ) with r = π(θ)/π(θ') of the token, the clipped ratio not
+    differentiated (CISPO): no token loses its gradient. With clip_low 1 there is no bound below."""
+
+    clip_low: float = 1.0
+    clip_high: float = 4.0
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.clip_low <= 1 and 0 <= self.clip_high < math.inf):
+            raise ValueError(f"clip_low {self.clip_low} must be in [0, 1], clip_high {self.clip_high} at least 0")
+
+
+@dataclass(frozen=True)
+class Correction:
+    """Importance weight π/μ at `level` for samples that came from μ; plain importance sampling has no bound.
+
+    Weights above `bound`, or below `bound_low`, become that bound (truncate) or 0 (mask). A weight too large for
+    float32 is infinite: a bound turns it into the bound or 0, and without one it makes the loss infinite or NaN, for
+    the trainer to see. A response with A = 0 adds nothing, whatever its weight.
+    """
+
+    policy: Literal["current", "old"]  # π(θ), or π(θ'), over μ
+    level: Level
+    bound: float = math.inf
+    beyond: Literal["truncate", "mask"] = "truncate"
+    bound_low: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.bound > 0:
+            raise ValueError(f"bound {self.bound} must be above 0")
+        if not 0 <= self.bound_low <= self.bound:
+            raise ValueError(f"bound_low {self.bound_low} must be in [0, bound {self.bound}]")
+
+
+@dataclass(frozen=True)
+class SequenceRejection:
+    """Leave out the responses whose mismatch of π(θ') and μ lies outside [keep_low, keep_high].
+
+    geometric: the geometric mean of the tokens' ratios π(θ')/μ. k3: the mean of e^d − 1 − d over the tokens, with d =
+    log π(θ') − log μ, an estimate of KL[μ‖π(θ')] a token.
+    """
+
+    measure: Literal["geometric", "k3"]
+    keep_high: float
+    keep_low: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.keep_low < self.keep_high:
+            raise ValueError(f"keep_low {self.keep_low} must be in [0, keep_high {self.keep_high})")
+
+
+@dataclass(frozen=True)
+class DivergenceMask:
+    """Leave out the tokens that would push π(θ) further from μ where it is further than `limit` already (DPPO).
+
+    The divergence is of two distributions over {the sampled token, any other}: total variation |π(θ) − μ|, or
+    KL[μ‖π(θ)] in nats. A token pushes away where A > 0 and π(θ) > μ, or A < 0 and π(θ) < μ.
+    """
+
+    divergence: Literal["tv", "kl"]
+    limit: float
+
+    def __post_init__(self) -> None:
+        if not self.limit >= 0:
+            raise ValueError(f"limit {self.limit} must be at least 0")
+
+
+@dataclass(frozen=True)
+class Objective:
+    """One row of the table."""
+
+    surrogate: PolicyGradient | ClippedRatio | ClippedWeight
+    correction: Correction | None = None
+    rejection: SequenceRejection | DivergenceMask | None = None
+    baseline: Baseline = "group-mean"  # of the advantages, as the next two; see halfmatch.rl.advantages
+    scale_by_std: bool = False
+    std_over: StdOver = "group"
+    denominator: Denominator = "max-length"
+    source: str = field(kw_only=True)  # where the estimator and its default numbers come from
+
+    def __post_init__(self) -> None:
+        if self.denominator not in get_args(Denominator):
+            raise ValueError(f"denominator {self.denominator!r} must be one of {', '.join(get_args(Denominator))}")
+
+    @property
+    def needs_old_logp(self) -> bool:
+        """Whether the pass that scores the rollouts under π(θ') has to run."""
+        corrects_old = self.correction is not None and self.correction.policy == "old"
+        rejects_old = isinstance(self.rejection, SequenceRejection)
+        return corrects_old or rejects_old or isinstance(self.surrogate, ClippedRatio | ClippedWeight)
