@@ -76,9 +76,9 @@ def test_a_snapshot_is_linked_and_not_copied(
 
 
 def _response_error(kind: type[hub.HfHubHTTPError]) -> hub.HfHubHTTPError:
-    import httpx
+    import httpx2
 
-    response = httpx.Response(403, request=httpx.Request("GET", "https://huggingface.co"))
+    response = httpx2.Response(403, request=httpx2.Request("GET", "https://huggingface.co"))
     return kind("refused", response=response)
 
 

@@ -218,9 +218,9 @@ def test_the_hub_is_asked_for_the_pinned_revision(monkeypatch):
 
 
 def response(status: int) -> Any:
-    import httpx
+    import httpx2
 
-    return httpx.Response(status, request=httpx.Request("GET", "https://huggingface.co"))
+    return httpx2.Response(status, request=httpx2.Request("GET", "https://huggingface.co"))
 
 
 @pytest.mark.parametrize(

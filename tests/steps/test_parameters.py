@@ -63,7 +63,7 @@ def test_a_setting_of_one_objective_changes_its_runs_alone() -> None:
         ({"training": {"checkpoint_every": 3, "keep_checkpoints": 1}}, {"report"}),
         ({"solvability": {"low": 0.1}}, {"perfectible"}),
         ({"solvability": {"samples": 8}}, {"solvability"}),
-        ({"mismatch": {"samples": 8}}, {"rollouts", "report"}),
+        ({"mismatch": {"samples": 9}}, {"rollouts", "report"}),
         ({"mismatch": {"gradient_fidelity": {"objectives": ["pg"]}}}, {"fidelity", "report"}),
         ({"report": {"bootstrap_samples": 200}}, {"mismatch", "evaluate", "report"}),
         ({"training": {"learning_rate": 1e-4}}, {"train", "report"}),
