@@ -1,4 +1,4 @@
-"""Where every artefact lies below the output folder: the one place that rules, steps and stages take their paths from."""
+"""Where every artefact lies below the output folder: rules, steps and stages take their paths from here."""
 
 from __future__ import annotations
 

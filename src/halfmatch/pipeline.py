@@ -38,7 +38,7 @@ _RESULT: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Pipeline:
-    """One configuration's workflow. `file` is the configuration as the jobs read it: whole, and fixed when they start."""
+    """One configuration's workflow. `file`: the configuration as the jobs read it, whole, and fixed when they start."""
 
     config: Config
     sources: tuple[Path, ...]
