@@ -18,6 +18,7 @@ from halfmatch.errors import UserError
 REPOSITORY = Path(__file__).parents[1]
 CONFIGURATIONS = {
     "config/config.yaml": ("config/config.yaml",),
+    "config/grid.yaml": ("config/grid.yaml",),
     "config/paper.yaml": ("config/paper.yaml",),
     "config/released.yaml": ("config/released.yaml",),
     "config/smollm2.yaml": ("config/smollm2.yaml",),

@@ -38,7 +38,12 @@ def make_config(root: Path, **changes: Any) -> Config:
             "precisions": ["bf16", "fp16"],
             "gradient_fidelity": {"objectives": list(COSINES)},
         },
-        "training": {"precisions": ["bf16", "fp16"], "objectives": ["grpo", "pg-seq-is"], "seeds": [0, 1, 2]},
+        "training": {
+            "precisions": ["bf16", "fp16"],
+            "objectives": ["grpo", "pg-seq-is"],
+            "seeds": [0, 1, 2],
+            "learning_rate": 1.5e-5,
+        },
         "evaluation": {"samples": 8, "k": [1, 4]},
     }
     return Config.model_validate({**settings, **changes})
@@ -102,6 +107,46 @@ def write_mismatch(config: Config, job: dict[str, str]) -> None:
         },
     }
     artifacts.write_json(paths.of("fidelity", **job), fidelity, source(config, "fidelity", **job))
+
+
+def write_origin(config: Config, job: dict[str, str]) -> None:
+    """Errors of two layers that grow with depth, and two parts that take away 90 % and 10 % of the KL."""
+    unit = {"bf16": 2e-3, "fp16": 2.5e-4, "fp32": 3e-8}[job["train"]]
+
+    def known(value: float | None) -> dict[str, float | None]:
+        return {"value": value, "low": value and 0.9 * value, "high": value and 1.1 * value}
+
+    operations = [
+        {
+            "layer": layer,
+            "operation": operation,
+            "path": f"{layer}.{operation}",
+            **{
+                name: known(unit * (1 + (layer if layer is not None else 2)))
+                for name in ("engine", "trainer", "difference", "weights")
+            },
+            **{name: known(None if operation == "residual" else unit) for name in ("engine_own", "trainer_own")},
+        }
+        for layer, names in (
+            *((layer, ("norm", "attention", "mlp", "residual")) for layer in (0, 1)),
+            (None, ("norm", "lm_head")),
+        )
+        for operation in names
+    ]
+    kl = KL[job["model"]] * DTYPE[job["train"]]
+    parts = [
+        {"part": part, "kl": known((1 - removed) * kl), "k3": known((1 - removed) * kl), "removed": known(removed)}
+        for part, removed in (("attention", 0.9), ("mlp", 0.1))
+    ]
+    content = {
+        "responses": 8,
+        "tokens": 500,
+        "kl": known(kl),
+        "k3": known(kl),
+        "operations": operations,
+        "parts": parts,
+    }
+    artifacts.write_json(Paths(Path(config.output)).of("origin", **job), content, source(config, "origin", **job))
 
 
 def write_run(config: Config, run: Run, iterations: int | None = None, collapse: int | None = None) -> None:
@@ -210,6 +255,7 @@ class Synthetic:
     config = staticmethod(make_config)
     everything = staticmethod(write_all)
     mismatch = staticmethod(write_mismatch)
+    origin = staticmethod(write_origin)
     training = staticmethod(write_run)
     evaluation = staticmethod(write_evaluation)
     perfectible = staticmethod(write_perfectible)
@@ -232,3 +278,25 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Config:
 def results(finished: Config) -> Results:
     """All of it, read."""
     return collect(finished)
+
+
+@pytest.fixture(scope="session")
+def crossed(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """A grid of two precisions on one model."""
+    config = make_config(tmp_path_factory.mktemp("crossed"), training=None, evaluation=None)
+    grid = config.mismatch.model_copy(update={"models": ("gain16",), "grid": ("bf16", "fp16")})
+    config = config.model_copy(update={"mismatch": grid})
+    for job in jobs.jobs(config, "mismatch"):
+        write_mismatch(config, job)
+    return collect(config)
+
+
+@pytest.fixture(scope="session")
+def traced(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Where the mismatch of the two models arises in the two precisions."""
+    config = make_config(tmp_path_factory.mktemp("traced"), training=None, evaluation=None)
+    origin = config.mismatch.origin.model_copy(update={"enabled": True})
+    config = config.model_copy(update={"mismatch": config.mismatch.model_copy(update={"origin": origin})})
+    for job in jobs.jobs(config, "origin"):
+        write_origin(config, job)
+    return collect(config)

@@ -6,7 +6,8 @@ import re
 import pytest
 
 from halfmatch.config import Config
-from halfmatch.report.figures import mismatch, overview, style, training
+from halfmatch.report.figures import grid, layers, mismatch, overview, style, training
+from halfmatch.report.numbers import number
 
 DRAWERS = [
     overview.headline,
@@ -70,6 +71,38 @@ def test_each_dtype_has_its_colour_wherever_it_stands(gallery):
         shown = {dtype for dtype, colour in style.COLOURS.items() if colour in rendered.svg}
         # Points in an image have no colour of their own in the SVG; the problems are of no precision.
         assert shown == (set() if drawing.name in ("mismatch-tokens", "solve-rates") else {"bf16", "fp16"})
+
+
+def test_the_grid_says_every_number_in_its_cell_and_in_words(crossed):
+    drawing, rendered = drawn(grid.heat_maps, crossed)
+    cell = crossed.crossed[0]
+    assert f"BF16 scored in FP16: k3 {number(cell.metric('k3').value)}" in drawing.alt
+    panel = drawing.figure.axes[0]
+    words = {text.get_text().split("\n")[0] for text in panel.texts}
+    assert words == {number(one.metric("k3").value, 2) for one in [*crossed.cells, *crossed.crossed]}
+    assert [label.get_text() for label in panel.get_xticklabels()] == ["BF16", "FP16"]
+    assert "nan" not in drawing.caption + drawing.alt
+    assert drawn(grid.heat_maps, crossed)[1] == rendered
+
+
+def test_precisions_outside_of_the_grid_have_a_column_of_their_own(crossed):
+    mismatch_ = crossed.config.mismatch.model_copy(update={"grid": ("bf16",)})
+    config = crossed.config.model_copy(update={"mismatch": mismatch_})
+    drawing, _ = drawn(grid.heat_maps, dataclasses.replace(crossed, config=config, crossed=[]))
+    assert [label.get_text() for label in drawing.figure.axes[0].get_xticklabels()] == ["BF16", "as the\nengine"]
+    assert [label.get_text() for label in drawing.figure.axes[0].get_yticklabels()] == ["BF16", "FP16"]
+    assert len(drawing.figure.axes[0].texts) == 2
+
+
+def test_errors_by_layer_are_drawn_and_said(traced):
+    drawing, rendered = drawn(layers.error_origin, traced)
+    assert "attention 90 %, MLPs 10 %" in drawing.alt
+    along, alone, parts = drawing.figure.axes[:3]
+    assert [label.get_text() for label in along.get_xticklabels()] == ["1", "2", "norm", "head"]
+    assert along.lines[0].get_ydata() == pytest.approx([2e-3, 4e-3, 6e-3, 6e-3])
+    assert sorted({line.get_xdata()[0] for line in alone.lines}) == pytest.approx([2.5e-4, 2e-3])
+    assert [label.get_text() for label in parts.get_yticklabels()] == ["attention", "MLPs"]
+    assert drawn(layers.error_origin, traced)[1] == rendered
 
 
 def test_precisions_of_one_compute_dtype_share_its_colour_and_differ_otherwise():

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from halfmatch import jobs
 from halfmatch.config_files import to_yaml
 from halfmatch.paths import Paths
 from halfmatch.report import comparison, origin, tables
 from halfmatch.report.numbers import number, with_interval
-from halfmatch.report.results import collect, estimate
+from halfmatch.report.results import estimate
 from halfmatch.report.tables import Table
 
 
@@ -46,20 +45,21 @@ def test_mismatch_has_every_metric_of_every_cell(results):
     assert not any("–" in row for row in table.rows)
 
 
-def test_the_grid_has_every_pair_in_the_order_of_the_configuration(synthetic, tmp_path):
-    config = synthetic.config(tmp_path, training=None, evaluation=None)
-    grid = config.mismatch.model_copy(update={"models": ("gain16",), "grid": ("bf16", "fp16")})
-    config = config.model_copy(update={"mismatch": grid})
-    for job in jobs.jobs(config, "mismatch"):
-        synthetic.mismatch(config, job)
-    found = collect(config)
-    assert [(cell.rollout, cell.train) for cell in found.crossed] == [("bf16", "fp16"), ("fp16", "bf16")]
-    assert [cell.precision for cell in found.cells] == ["bf16", "fp16"]
-    rows = rows_of(tables.grid(found))
+def test_the_grid_has_every_pair_in_the_order_of_the_configuration(crossed):
+    assert [(cell.rollout, cell.train) for cell in crossed.crossed] == [("bf16", "fp16"), ("fp16", "bf16")]
+    assert [cell.precision for cell in crossed.cells] == ["bf16", "fp16"]
+    rows = rows_of(tables.grid(crossed))
     assert [(row["engine"], row["trainer"]) for row in rows] == [
         *(("BF16", "BF16"), ("BF16", "FP16"), ("FP16", "BF16"), ("FP16", "FP16"))
     ]
-    assert rows[1]["k3 (nats a token)"] == with_interval(found.crossed[0].metric("k3"))
+    assert rows[1]["k3 (nats a token)"] == with_interval(crossed.crossed[0].metric("k3"))
+
+
+def test_parts_say_what_of_the_kl_goes_away_with_each(traced):
+    rows = rows_of(tables.parts(traced))
+    assert [row["in fp32"] for row in rows] == 4 * ["nothing more", "attention", "mlp"]
+    assert [row["goes away"] for row in rows[:3]] == ["–", "0.900 [0.810, 0.990]", "0.100 [0.0900, 0.110]"]
+    assert rows[1]["KL"] == with_interval(estimate(traced.origins[0].content["parts"][0]["kl"]))
 
 
 def test_gradients_have_a_row_for_every_objective_of_every_cell(results):

@@ -59,7 +59,7 @@ def build(config: Config, *, preset: Path = origin.PAPER_PRESET) -> dict[str, An
 
 def sections_of(results: Results, preset: Path) -> list[Section]:
     """What the page says, in order; a section without anything to show is left out."""
-    from halfmatch.report.figures import mismatch, overview, training
+    from halfmatch.report.figures import grid, layers, mismatch, overview, training
 
     is_measured = bool(results.cells)
     differences = origin.differences(results, preset)
@@ -70,7 +70,10 @@ def sections_of(results: Results, preset: Path) -> list[Section]:
             "How far the trainer's policy π is from the rollout engine's policy μ at the same weights, by the "
             "precision that both compute in. Nothing is trained for this, so there is no noise of reinforcement "
             "learning in it.",
-            figures=[overview.headline(results)] if is_measured else [],
+            figures=[
+                *([overview.headline(results)] if is_measured else []),
+                *([grid.heat_maps(results)] if is_measured and results.config.mismatch.grid else []),
+            ],
             tables=[tables.headline(results), *([tables.grid(results)] if results.config.mismatch.grid else [])],
         ),
         Section(
@@ -92,6 +95,14 @@ def sections_of(results: Results, preset: Path) -> list[Section]:
             if is_measured
             else [],
             folded=[tables.mismatch(results)],
+        ),
+        Section(
+            "layers",
+            "Where the mismatch arises",
+            "Some responses traced through both sides, the engine's decoding from its cache and the trainer's pass, "
+            "and compared with float64; then computed again with one part in fp32.",
+            figures=[layers.error_origin(results)] if results.origins else [],
+            tables=[tables.parts(results)],
         ),
         Section(
             "gradient",

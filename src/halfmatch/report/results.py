@@ -87,6 +87,15 @@ class MismatchCell:
 
 
 @dataclass(frozen=True)
+class OriginCell:
+    """Where the mismatch of one setup arises in one precision."""
+
+    setup: Setup
+    precision: str
+    content: Mapping[str, Any]  # as halfmatch.mismatch.origin.measure gives it
+
+
+@dataclass(frozen=True)
 class EvaluationCell:
     """The scores of one set of weights on one benchmark, sampled in one precision."""
 
@@ -111,6 +120,7 @@ class Results:
     excluded: Mapping[str, pa.Table]  # by problem set
     missing: Sequence[Missing]
     artefacts: Sequence[Artefact]
+    origins: Sequence[OriginCell] = ()
 
     @property
     def setups(self) -> list[Setup]:
@@ -157,6 +167,7 @@ def collect(config: Config) -> Results:
         evaluations=_present(map(reader.evaluation, jobs.jobs(config, "evaluate"))),
         perfectible=reader.table("perfectible", "perfectible", {}),
         excluded=reader.excluded(),
+        origins=_present(map(reader.origin, jobs.jobs(config, "origin"))),
         missing=reader.missing,
         artefacts=sorted(reader.artefacts, key=lambda artefact: artefact.path),
     )
@@ -212,6 +223,12 @@ class _Reader:
         panels = scores.gather(scored) if scored and job["rollout"] == job["train"] else None
         setup = Setup(job["model"], job["problems"], job["engine"])
         return MismatchCell(setup, job["rollout"], job["train"], analysis, panels, fidelity)
+
+    def origin(self, job: jobs.Job) -> OriginCell | None:
+        content = self.json("origin", "origin", job)
+        if content is None:
+            return None
+        return OriginCell(Setup(job["model"], job["problems"], job["engine"]), job["train"], content)
 
     def run(self, name: Run) -> TrainingRun | None:
         path = self.find("training_log", "train", {"run": name.name})

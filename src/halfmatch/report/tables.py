@@ -129,6 +129,27 @@ def grid(results: Results) -> Table:
     )
 
 
+def parts(results: Results) -> Table:
+    """How much of the KL goes away with each part in fp32 on both sides."""
+    return _table(
+        "parts",
+        "KL over the whole vocabulary (nats a token), as it is and with a part in fp32 on both sides",
+        ("model", "precision", "in fp32", "KL", "goes away"),
+        (
+            (results.setup_label(cell.setup), label(cell.precision), part, *numbers)
+            for cell in results.origins
+            for part, *numbers in [
+                ("nothing more", with_interval(estimate(cell.content["kl"])), NOTHING),
+                *(
+                    (one["part"], *(with_interval(estimate(one[name])) for name in ("kl", "removed")))
+                    for one in cell.content["parts"]
+                ),
+            ]
+        ),
+        heads=3,
+    )
+
+
 _GRADIENT = {
     "cosine": "cosine",
     "norm_ratio": "ratio of norms",
