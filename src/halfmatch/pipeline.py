@@ -91,10 +91,7 @@ class Pipeline:
 
     def results(self, step: str, artefact: str | None = None) -> list[str]:
         """The files of all jobs of a step."""
-        return [
-            str(self.paths.of(artefact or _RESULT[step], **names))
-            for names in jobs.jobs(self.config, step)
-        ]
+        return [str(self.paths.of(artefact or _RESULT[step], **names)) for names in jobs.jobs(self.config, step)]
 
     def source_file(self, kind: str, name: str) -> list[str]:
         """The local file or folder that a problem set or model is read from, if it is: an input like any other."""
