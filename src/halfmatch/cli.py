@@ -99,6 +99,9 @@ def _parser() -> argparse.ArgumentParser:
         "restore", "after `dvc pull` or `dvc checkout`: tell Snakemake that the results are up to date", _restore
     )
     restore.set_defaults(config=[])
+    add("objectives", "say what each objective computes, its settings and its source", _objectives, takes_config=False)
+    traced = add("trace", "say where an artefact came from: step, configuration, inputs, versions, sources", _trace)
+    traced.add_argument("artefact", type=Path, help="a file or model folder below an output folder")
     config = add("config", "check a configuration, and print it in full", _config)
     config.add_argument(
         "--as",
@@ -167,6 +170,18 @@ def _measure(options: argparse.Namespace) -> None:
     from halfmatch.measure.measurement import run as measure
 
     print(measure(measure_options.settings(options)))
+
+def _trace(options: argparse.Namespace) -> None:
+    from halfmatch.trace import trace
+
+    print(trace(options.artefact, options.config))
+
+
+def _objectives(_: argparse.Namespace) -> None:
+    from halfmatch.rl.objective_table import table
+
+    print(table())
+
 
 
 def _restore(options: argparse.Namespace) -> None:
