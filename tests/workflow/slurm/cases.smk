@@ -34,8 +34,8 @@ rule mismatch:
 rule endless:
     output:
         "late.txt",
+    retries: 0
     resources:
         runtime=1,
-    retries: 0
     shell:
         "sleep 600; touch {output}"
