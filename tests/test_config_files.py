@@ -75,7 +75,9 @@ def test_every_value_of_the_paper_s_presets_says_where_it_comes_from() -> None:
     st.builds(
         Config,
         seed=st.integers(0, 2**31 - 1),
-        output=st.text(st.characters(codec="utf-8", exclude_categories=["C"]), min_size=1),
+        output=st.text(
+            st.characters(codec="utf-8", exclude_categories=["C", "Z"], exclude_characters="{}~"), min_size=1
+        ),
     )
 )
 def test_what_is_written_reads_as_the_same(config: Config) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from halfmatch import __version__
 from halfmatch.config import Config
 from halfmatch.config_checks import nearest
-from halfmatch.errors import UserError
+from halfmatch.errors import UserError, refusal
 from halfmatch.measure import options as measure_options
 from halfmatch.steps import STEPS, run
 
@@ -56,6 +56,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `halfmatch plan | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:  # a full disk, a folder that may not be written to
+        if (refused := refusal(error)) is None:
+            raise
+        print(f"halfmatch {options.name}: {refused}", file=sys.stderr)
+        return 2
     return 0
 
 
@@ -94,14 +99,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("doctor", "say what this machine has, what each step would use, and what is missing", _doctor)
     add("headline", "print the headline table of a finished report", _headline)
+    add("objectives", "say what each objective computes, its settings and its source", _objectives, takes_config=False)
+    traced = add("trace", "say where an artefact came from: step, configuration, inputs, versions, sources", _trace)
+    traced.add_argument("artefact", type=Path, help="a file or model folder below an output folder")
     measure_options.add_to(add("measure", measure_options.HELP, _measure, takes_config=False))
     restore = add(
         "restore", "after `dvc pull` or `dvc checkout`: tell Snakemake that the results are up to date", _restore
     )
     restore.set_defaults(config=[])
-    add("objectives", "say what each objective computes, its settings and its source", _objectives, takes_config=False)
-    traced = add("trace", "say where an artefact came from: step, configuration, inputs, versions, sources", _trace)
-    traced.add_argument("artefact", type=Path, help="a file or model folder below an output folder")
     config = add("config", "check a configuration, and print it in full", _config)
     config.add_argument(
         "--as",
@@ -166,11 +171,6 @@ def _headline(options: argparse.Namespace) -> None:
     print(table(_load(options)))
 
 
-def _measure(options: argparse.Namespace) -> None:
-    from halfmatch.measure.measurement import run as measure
-
-    print(measure(measure_options.settings(options)))
-
 def _trace(options: argparse.Namespace) -> None:
     from halfmatch.trace import trace
 
@@ -182,6 +182,11 @@ def _objectives(_: argparse.Namespace) -> None:
 
     print(table())
 
+
+def _measure(options: argparse.Namespace) -> None:
+    from halfmatch.measure.measurement import run as measure
+
+    print(measure(measure_options.settings(options)))
 
 
 def _restore(options: argparse.Namespace) -> None:

@@ -8,9 +8,18 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from halfmatch.config_checks import OBJECTIVE_NAMES, cross_check
+from halfmatch.config_limits import unusable
 from halfmatch.precision import Fp32Module, Precision
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9.\-]*$")]
@@ -25,6 +34,16 @@ class Section(BaseModel):
     """A part of the configuration: unknown keys are refused, values do not change after reading."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_boolean_for_a_number(cls, value: object, info: ValidationInfo) -> object:
+        """YAML reads yes, no, on and off as booleans, and pydantic would go on to read those as 1 and 0."""
+        items = value if isinstance(value, list | tuple) else [value]
+        wants_boolean = cls.model_fields[str(info.field_name)].annotation is bool
+        if not wants_boolean and any(isinstance(item, bool) for item in items):
+            raise ValueError(f"{str(value).lower()} (in YAML also yes, no, on, off) is no value of this key")
+        return value
 
 
 # ---------------------------------------------------------------------------------------------------------- problems
@@ -354,7 +373,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _refers_to_what_exists(self) -> Self:
-        complaints = cross_check(self)
+        complaints = [*cross_check(self), *unusable(self)]
         if complaints:
             raise ValueError("\n".join(complaints))
         return self

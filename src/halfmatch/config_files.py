@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
 import textwrap
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Any
@@ -22,6 +23,9 @@ from halfmatch.config_checks import nearest
 from halfmatch.errors import UserError
 
 WIDTH = 120
+# Values in messages, cut: a few lines of YAML aliases stand for gigabytes.
+_SHOWN = reprlib.Repr()
+_SHOWN.maxlevel, _SHOWN.maxstring, _SHOWN.maxother = 2, 80, 80
 _SCHEMA_LINE = "# yaml-language-server: $schema=../workflow/schemas/config.schema.json\n"
 
 
@@ -33,6 +37,8 @@ class _Loader(yaml.SafeLoader):
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             line = key_node.start_mark.line + 1
+            if not isinstance(key, Hashable):
+                raise UserError(f"line {line}: a {type(key).__name__} stands where a key is needed")
             if key in first_lines:
                 raise UserError(f"line {line}: the key {key!r} stands twice (first in line {first_lines[key]})")
             first_lines[key] = line
@@ -70,7 +76,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: is not UTF-8 text ({error})") from None
     except UserError as error:
         raise UserError(f"{path}, {error}") from None
-    except yaml.YAMLError as error:
+    except RecursionError:
+        raise UserError(f"{path}: brackets are nested too deeply for a configuration") from None
+    except (yaml.YAMLError, ValueError) as error:  # a ValueError where what looks like a date or a number is none
         raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if content is None:
         return {}
@@ -104,7 +112,8 @@ def validate(values: Mapping[str, Any], name: str) -> Config:
 
 def _explanations(detail: Any) -> Iterator[str]:
     """What one error of pydantic means for someone who edits the file."""
-    location = [str(part) for part in detail["loc"] if part != "[key]"]
+    parts = [str(part) for part in detail["loc"] if part != "[key]"]
+    location = [part if part and part.isprintable() else repr(part) for part in parts]
     path = ".".join(location)
     if detail["type"] == "extra_forbidden":
         known = _keys_at(location[:-1])
@@ -112,7 +121,7 @@ def _explanations(detail: Any) -> Iterator[str]:
     elif detail["type"] == "missing":
         yield f"{path}: is missing"
     elif detail["type"] == "model_type":
-        yield f"{path}: needs `key: value` lines, not {detail['input']!r}"
+        yield f"{path}: needs `key: value` lines, not {_SHOWN.repr(detail['input'])}"
     elif detail["type"] == "value_error":
         for line in str(detail["ctx"]["error"]).splitlines():
             yield f"{path}: {line}" if path else line
@@ -120,7 +129,7 @@ def _explanations(detail: Any) -> Iterator[str]:
         yield f"{path}: names are letters, digits, dots and hyphens, and begin with a letter or digit"
     else:
         message = detail["msg"][0].lower() + detail["msg"][1:]
-        yield f"{path}: {message}, not {detail['input']!r}"
+        yield f"{path}: {message}, not {_SHOWN.repr(detail['input'])}"
 
 
 def _keys_at(location: Sequence[str]) -> list[str]:

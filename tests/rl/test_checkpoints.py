@@ -103,5 +103,22 @@ def test_a_file_that_would_run_code_is_not_loaded(store):
 
     store.folder.mkdir()
     torch.save({"course": COURSE, "finished": False, "state": Harmful()}, store.folder / "iteration-00000001.pt")
-    with pytest.raises(Exception, match="Weights only"):
+    with pytest.raises(UserError, match="which is never loaded"):
         store.load(100)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
+def test_a_checkpoint_that_is_cut_short_is_named(store, share):
+    store.save(10, {"step": torch.arange(1000)})
+    path = store.latest()
+    path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
+    with pytest.raises(UserError, match=f"{path.name}: is no .*checkpoint.*remove it to go on"):
+        store.load(100)
+
+
+def test_one_process_at_a_time_uses_a_run_s_checkpoints(store):
+    other = Checkpoints(store.folder, course=COURSE, keep=2)
+    with store.sole_user(), pytest.raises(UserError, match="another process"), other.sole_user():
+        pass
+    with other.sole_user():
+        pass

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 def staged(folder: Path) -> Iterator[Path]:
     """A folder to write to that takes its name, and an older one's place, when the block ends without an error."""
     staging = folder.with_name(f".{folder.name}.{os.getpid()}.part")
+    shutil.rmtree(staging, ignore_errors=True)  # of a killed process that had this one's id, as containers repeat them
     staging.mkdir(parents=True)
     try:
         yield staging
@@ -41,10 +43,16 @@ def staged(folder: Path) -> Iterator[Path]:
 
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write a model, its generation configuration and its tokenizer."""
+    from safetensors import SafetensorError
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    model.save_pretrained(folder)
+    try:
+        model.save_pretrained(folder)
+    except SafetensorError as error:  # a full disk, say, is only in its text
+        if (number := re.search(r"os error (\d+)", str(error))) is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(folder)) from None
     tokenizer.save_pretrained(folder)
     for weights in weight_files(folder):  # safetensors makes its files readable by their owner alone
         shutil.copymode(folder / "config.json", weights)
@@ -86,20 +94,40 @@ def weight_files(folder: Path) -> list[Path]:
         return [single]
     if not index.is_file():
         return []
-    return [folder / name for name in sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))]
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(f"{index}: is no index of weights; copy it again from where the model was published") from None
+    return [folder / name for name in sorted(names)]
 
 
 def check(folder: Path) -> None:
     """Refuse what would fail later: foreign code, weights that are not finite, a tokenizer that does not fit."""
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     load_config(folder)
     load_tokenizer(folder)
+    _check_generation_config(folder / "generation_config.json")
     for path in weight_files(require(folder)):
         if not path.is_file():
             raise UserError(f"{folder}: its index names {path.name}, which is not there")
-        with safe_open(path, framework="pt") as tensors:
-            _refuse_non_finite(folder, ((name, tensors.get_tensor(name)) for name in tensors.keys()))  # noqa: SIM118
+        try:
+            with safe_open(path, framework="pt") as tensors:
+                _refuse_non_finite(folder, ((name, tensors.get_tensor(name)) for name in tensors.keys()))  # noqa: SIM118
+        except SafetensorError as error:
+            raise UserError(
+                f"{folder}: {path.name} is no whole file of safetensors ({_first_line(error)}); copy or fetch it again"
+            ) from None
+
+
+def _check_generation_config(path: Path) -> None:
+    """The stop tokens are read from it."""
+    try:
+        readable = not path.is_file() or isinstance(json.loads(path.read_text(encoding="utf-8")), dict)
+    except ValueError:
+        readable = False
+    if not readable:
+        raise UserError(f"{path}: is no JSON object; copy it again from where the model was published, or remove it")
 
 
 def load_config(folder: Path) -> Any:
@@ -110,8 +138,9 @@ def load_config(folder: Path) -> Any:
         return AutoConfig.from_pretrained(require(folder), trust_remote_code=False, local_files_only=True)
     except (OSError, ValueError) as error:
         raise UserError(
-            f"{folder}: transformers cannot read config.json without running code from the folder, which is "
-            f"not done here ({_first_line(error)})"
+            f"{folder}: transformers cannot read config.json without running code from the folder "
+            f"(trust_remote_code), which is never done here; use a model of an architecture that transformers has "
+            f"itself ({_first_line(error)})"
         ) from None
 
 
@@ -124,7 +153,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     # Asked for first: AutoTokenizer makes up an empty vocabulary where there is none.
-    if not any((folder / name).is_file() for name in _VOCABULARIES):
+    if not any((require(folder) / name).is_file() for name in _VOCABULARIES):
         raise UserError(
             f"{folder}: has no tokenizer; copy the files that the model was published with (tokenizer.json, "
             "tokenizer_config.json) into it"
@@ -145,6 +174,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 def load(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     """A model in evaluation mode with its weights rounded to `dtype`, none of which requires a gradient."""
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -154,7 +184,7 @@ def load(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
         model, report = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, trust_remote_code=False, local_files_only=True, output_loading_info=True
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UserError(f"{folder}: the weights cannot be loaded ({_first_line(error)})") from None
     if report["missing_keys"]:
         names = sorted(report["missing_keys"])

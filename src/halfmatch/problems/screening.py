@@ -9,6 +9,8 @@ from typing import Any
 from halfmatch.config import GradingRule
 from halfmatch.problems.sources import Row
 
+_SHOWN_CHARACTERS = 200
+
 
 def screen(rows: Sequence[Row], rule: GradingRule | None) -> tuple[list[Row], list[dict[str, Any]]]:
     """The rows that are problems, and a row of the table of exclusions for each other one.
@@ -55,7 +57,7 @@ def _conflicting_or_repeated(rows: Iterable[Row]) -> dict[int, str]:
         if all(other.answer == first.answer for other in others):
             reasons.update({other.number: f"repeated: the same as row {first.number}" for other in others})
         else:
-            answers = ", ".join(f"{row.answer!r} in row {row.number}" for row in group)
+            answers = ", ".join(f"{_shown(row.answer)} in row {row.number}" for row in group)
             reasons.update({row.number: f"conflicting answers: {answers}" for row in group})
     return reasons
 
@@ -66,7 +68,12 @@ def _unreadable(rows: Iterable[Row], rule: GradingRule) -> dict[int, str]:
     with Grader(rule) as grader:
         readable = {answer: grader.parses(answer) for answer in dict.fromkeys(row.answer for row in rows)}
     return {
-        row.number: f"unreadable answer: {row.answer!r} under the rule {rule}"
+        row.number: f"unreadable answer: {_shown(row.answer)} under the rule {rule}"
         for row in rows
         if not readable[row.answer]
     }
+
+
+def _shown(answer: str) -> str:
+    """An answer in a reason, cut: it may be megabytes of text."""
+    return repr(answer) if len(answer) <= _SHOWN_CHARACTERS else f"{answer[:_SHOWN_CHARACTERS]!r}…"

@@ -49,7 +49,7 @@ def _row(number: int, row: RawRow, columns: Columns, where: str) -> Row:
     def text(column: str) -> str:
         try:
             return _as_text(row.get(column))
-        except TypeError as error:
+        except (TypeError, UnicodeEncodeError) as error:
             raise UserError(f"{where}: row {number}, column {column!r}: {error}") from None
 
     level = text(columns.level) if columns.level else ""
@@ -62,7 +62,10 @@ def _as_text(value: object) -> str:
         return ""
     if isinstance(value, float | Decimal) and value % 1 == 0:
         return str(int(value))
-    if isinstance(value, str | int | float | Decimal):
+    if isinstance(value, str):
+        value.encode()  # refuses halves of surrogate pairs, which JSON can spell and no file can hold
+        return value
+    if isinstance(value, int | float | Decimal):
         return str(value)
     raise TypeError(f"a {type(value).__name__} where text or a number is needed")
 
@@ -103,7 +106,7 @@ def _jsonl_rows(path: Path, columns: Columns) -> list[RawRow]:
                 continue
             try:
                 row = json.loads(line)
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:  # a number of thousands of digits is no JSONDecodeError
                 raise UserError(f"{path}: line {number} is not JSON ({error}); JSONL has one object a line") from None
             if not isinstance(row, dict):
                 raise UserError(f"{path}: line {number} is a {type(row).__name__}; JSONL has one object a line")

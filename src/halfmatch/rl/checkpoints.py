@@ -5,8 +5,11 @@ A file holds tensors and plain values only and is read with `weights_only=True`:
 
 from __future__ import annotations
 
+import fcntl
+import pickle
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +50,7 @@ class Checkpoints:
         for part in self.folder.glob(".iteration-*.part"):
             part.unlink()
         for path in reversed(self._files()):
-            content = torch.load(path, map_location="cpu", weights_only=True)
+            content = _read(path)
             if content["course"] != self.course:
                 self._replace(path, content)
                 return None
@@ -55,6 +58,20 @@ class Checkpoints:
                 restore_random_state(content["state"].pop("random"))
                 return done, content["state"]
         return None
+
+    @contextmanager
+    def sole_user(self) -> Iterator[None]:
+        """Keep other processes from the same run: each would remove what the other writes. Ends with the process."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with open(self.folder / ".lock", "w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(
+                    f"{self.folder}: another process is training this run; wait for it or stop it, or give this one "
+                    "another folder with `output` in the configuration"
+                ) from None
+            yield
 
     def latest(self) -> Path | None:
         """The newest checkpoint, for messages."""
@@ -79,6 +96,22 @@ class Checkpoints:
 
     def _files(self) -> list[Path]:
         return sorted(self.folder.glob("iteration-*.pt"))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The content of one file; UserError where it is not what `save` writes."""
+    with open(path, "rb") as file:
+        try:
+            content = torch.load(file, map_location="cpu", weights_only=True)
+        except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            raise UserError(
+                f"{path}: is no whole checkpoint, or holds more than tensors and plain values, which is never loaded "
+                f"({reason}); remove it to go on from the one before it"
+            ) from None
+    if not isinstance(content, dict) or not content.keys() >= {"course", "finished", "state"}:
+        raise UserError(f"{path}: is no checkpoint of halfmatch; remove it to go on from the one before it")
+    return content
 
 
 def _iterations(path: Path) -> int:

@@ -48,6 +48,10 @@ def run(config: Config, *, run: str) -> None:
     source = provenance(config, "train", inputs={"perfectible": perfectible, "model": folder}, run=run)
 
     with ExitStack() as stack:
+        checkpoints = Checkpoints(
+            paths.of("checkpoints", run=run), course=course(config, source, run), keep=settings.keep_checkpoints
+        )
+        stack.enter_context(checkpoints.sole_user())
         grading = config.grading
         grader = stack.enter_context(Grader(rule=grading.rule, timeout_s=grading.timeout_s, workers=grading.workers))
         engine = engines.create(config.engine.name, folder, precision, config.engine)
@@ -63,9 +67,6 @@ def run(config: Config, *, run: str) -> None:
             precision=precision,
             objective=objectives.named(cell.objective, settings.objective_settings.get(cell.objective)),
             seed=cell.seed,
-        )
-        checkpoints = Checkpoints(
-            paths.of("checkpoints", run=run), course=course(config, source, run), keep=settings.keep_checkpoints
         )
         with Progress(f"train {run}", settings.iterations, "iterations") as progress:
             rows = trainer.run(checkpoints, progress)
