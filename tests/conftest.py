@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import settings
+
+from halfmatch.config import Config
+from halfmatch.config_files import to_yaml
 
 # A first example pays for imports, and a busy machine is no failure: no test depends on time.
 settings.register_profile("halfmatch", deadline=None)
@@ -46,3 +54,80 @@ def tiny_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.generation_config = GenerationConfig(eos_token_id=1, pad_token_id=0)
     model.save_pretrained(folder)
     return folder
+
+
+# What steps, logs and artefacts must never show, as people have it in their environments.
+SECRETS = {
+    "HF_TOKEN": "hf_secretOfHuggingFace",
+    "WANDB_API_KEY": "secret-of-wandb-0123456789",
+    "AWS_SECRET_ACCESS_KEY": "secretOfTheCloud/0123456789",
+    "OPENAI_API_KEY": "sk-secret-of-an-api",
+}
+_TINY_RUN = """
+output: results/tiny
+problems: {all: {source: generator, split: all, highest_factor: 4}}
+models:
+  small:
+    source: bootstrap
+    bootstrap: &shape
+      {layers: 1, hidden_size: 32, heads: 1, intermediate_size: 32, steps: 5, batch_size: 8, thinking_tokens: [3, 5]}
+  sharp: {source: bootstrap, bootstrap: {<<: *shape, start: small, gain: 48}}
+precisions: {bf16: {compute: bf16, rollout: bf16, emulate: always}}
+engine: {slots: 16}
+solvability: {model: sharp, problems: all, precision: bf16, samples: 2, sampling: {max_tokens: 12}, low: 0, high: 1}
+mismatch:
+  models: [sharp]
+  precisions: [bf16]
+  samples: 2
+  sampling: {max_tokens: 12}
+  gradient_fidelity: {enabled: false}
+training:
+  precisions: [bf16]
+  objectives: [grpo]
+  seeds: [0]
+  iterations: 1
+  prompts_per_iteration: 2
+  samples_per_prompt: 2
+  gradient_steps: 1
+  sampling: {max_tokens: 12}
+evaluation: {benchmarks: [all], samples: 2, k: [1], sampling: {max_tokens: 12}}
+report: {bootstrap_samples: 100}
+"""
+
+
+@dataclass(frozen=True)
+class TinyRun:
+    """The whole pipeline at its smallest, as its steps left it; tests copy it before they change anything."""
+
+    folder: Path  # the working directory of the run
+    messages: str
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
+    """Every step once, in the order of the pipeline, with SECRETS in the environment."""
+    folder = tmp_path_factory.mktemp("tiny-run")
+    values = yaml.safe_load(_TINY_RUN)
+    (folder / "results/tiny").mkdir(parents=True)
+    (folder / "results/tiny/config.yaml").write_text(to_yaml(Config.model_validate(values)), encoding="utf-8")
+    program = (
+        "from halfmatch import cli, jobs\n"
+        "from halfmatch.config_files import load\n"
+        "from pathlib import Path\n"
+        "file = 'results/tiny/config.yaml'\n"
+        "config = load([Path(file)])\n"
+        "for step in cli.STEPS:\n"
+        "    for job in jobs.jobs(config, step):\n"
+        "        options = [text for name, value in job.items() for text in (f'--{name}', value)]\n"
+        "        assert cli.main([step, '--config', file, *options]) == 0\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=folder,
+        env={**os.environ, **SECRETS},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-8000:]
+    return TinyRun(folder, done.stdout)

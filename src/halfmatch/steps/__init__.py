@@ -179,7 +179,7 @@ def provenance(
         "step": step,
         "names": wildcards,
         "config": digest(parameters(config, step, **wildcards)),
-        "inputs": {name: _input_digest(Path(path)) for name, path in sorted((inputs or {}).items())},
+        "inputs": {name: artefact_digest(Path(path)) for name, path in sorted((inputs or {}).items())},
         "versions": {
             "halfmatch": __version__,
             **{package: metadata.version(package) for package in ("pyarrow", *STEPS[step].packages)},
@@ -187,7 +187,8 @@ def provenance(
     }
 
 
-def _input_digest(path: Path) -> str:
+def artefact_digest(path: Path) -> str:
+    """What an artefact is called among the inputs of another: the SHA-256 of a file, the digest of a model folder."""
     if path.is_dir():
         from halfmatch import models
 
