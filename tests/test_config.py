@@ -210,6 +210,9 @@ def test_the_names_known_without_torch_are_those_of_the_table_of_objectives() ->
         "keep_low": 0.5,
         "keep_high": 1.5,
         "limit": 0.1,
+        "kl_coefficient": 0.1,
+        "kl_estimator": "k2",
+        "kl_place": "reward",
         "denominator": "max-length",
         "scale_by_std": True,
     }

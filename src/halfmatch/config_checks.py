@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 # The rows of rl/objectives.py and which of their settings can be changed, named here so that a configuration can be
 # checked without torch; a test compares the two.
-_ANY = ("denominator", "scale_by_std")
+_ANY = ("denominator", "scale_by_std", "kl_coefficient", "kl_estimator", "kl_place")
 _CLIP = ("clip_low", "clip_high", "dual_clip")
 _BOUNDS = ("bound", "bound_low")
 OBJECTIVE_SETTINGS: Mapping[str, tuple[str, ...]] = {

@@ -54,11 +54,11 @@ def trl_weights(mode, tensors, low=None, high=None):
     return torch.where((ratio < (low or 0)) | (ratio > high), 0.0, ratio)
 
 
-def trl(loss_type, tensors, *, weights=None, level="token", epsilon=(0.2, 0.2), delta=None):
+def trl(loss_type, tensors, *, weights=None, level="token", epsilon=(0.2, 0.2), delta=None, beta=0.0):
     logp = tensors["logp"].clone().requires_grad_()
     trainer = object.__new__(grpo_trainer.GRPOTrainer)
     parts = {
-        "args": SimpleNamespace(delta=delta, steps_per_generation=1),
+        "args": SimpleNamespace(delta=delta, steps_per_generation=1, use_bias_correction_kl=False),
         "accelerator": SimpleNamespace(
             num_processes=1, gather=lambda value: value, reduce=lambda value, reduction: value
         ),
@@ -67,7 +67,7 @@ def trl(loss_type, tensors, *, weights=None, level="token", epsilon=(0.2, 0.2), 
         "importance_sampling_level": level,
         "epsilon_low": epsilon[0],
         "epsilon_high": epsilon[1],
-        "beta": 0.0,
+        "beta": beta,
         "max_completion_length": MAX_LENGTH,
         "current_gradient_accumulation_steps": 1,
         "top_entropy_quantile": 1.0,
@@ -90,6 +90,7 @@ def trl(loss_type, tensors, *, weights=None, level="token", epsilon=(0.2, 0.2), 
         "completion_mask": mask,
         "advantages": tensors["advantages"],
         "old_per_token_logps": tensors["logp_old"],
+        "ref_per_token_logps": tensors.get("logp_reference"),
         "num_items_in_batch": mask.sum(),
         "importance_sampling_ratio": weights,
     }
@@ -147,6 +148,19 @@ def test_same_loss_and_same_gradient(case, seed):
     assert gradient.abs().max() > 1e-4
     torch.testing.assert_close(loss, their_loss, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(gradient, their_gradient, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("name", "loss_type", "epsilon"), [("grpo", "dr_grpo", (0.2, 0.2)), ("dapo", "dapo", (0.2, 0.28))]
+)
+def test_same_kl_to_the_reference(name, loss_type, epsilon):
+    tensors = data(0)
+    tensors["logp_reference"] = tensors["logp_rollout"]
+    found = ours(row(name, kl_coefficient=0.3, kl_estimator="k3"), tensors)
+    expected = trl(loss_type, tensors, epsilon=epsilon, beta=0.3)
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-12, atol=1e-14)
+    assert not torch.allclose(found[1], ours(row(name), tensors)[1], rtol=1e-3)
 
 
 def halves(tensors):

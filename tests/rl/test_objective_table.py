@@ -37,7 +37,8 @@ def test_words_by_hand():
     dapo = describe(OBJECTIVES["dapo"])
     assert list(dapo) == ["loss", "denominator", "advantage", "settings", "source"]
     assert dapo["settings"] == (
-        "clip_low 0.2, clip_high 0.28, dual_clip inf, denominator response-tokens, scale_by_std true"
+        "clip_low 0.2, clip_high 0.28, dual_clip inf, denominator response-tokens, scale_by_std true, "
+        "kl_coefficient 0, kl_estimator k3, kl_place loss"
     )
     assert dapo["advantage"] == "reward − mean of the rewards of its problem, over the standard deviation of the group"
     assert describe(OBJECTIVES["rloo"])["advantage"] == "reward − mean of the other rewards of the problem"

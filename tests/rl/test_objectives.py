@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 
 from halfmatch.config_checks import OBJECTIVE_SETTINGS
 from halfmatch.errors import UserError
-from halfmatch.rl.objectives import OBJECTIVES, Totals, merge_statistics, named, override, policy_loss, settings_of
+from halfmatch.rl.objectives import (
+    OBJECTIVES,
+    Totals,
+    merge_statistics,
+    named,
+    override,
+    policy_loss,
+    reference_kl,
+    settings_of,
+)
 from halfmatch.rl.parts import ClippedRatio, ClippedWeight, DivergenceMask, Objective, PolicyGradient, SequenceRejection
 
 NAMES = tuple(OBJECTIVES)
@@ -638,6 +647,57 @@ def test_the_parts_of_a_row_are_those_that_its_name_says():
     assert named("dapo", {"dual_clip": 10}).surrogate == ClippedRatio("token", 0.2, 0.28, 10.0)
 
 
+# ------------------------------------------------------------------------------------------- KL to the initial policy
+@pytest.mark.parametrize(("estimator", "expected"), [("k1", L), ("k2", L**2 / 2), ("k3", 0.5 - 1 + L)])
+def test_estimators_of_the_kl_by_hand(estimator, expected):
+    # π = 1/2 and the initial policy 1/4: d = −ln 2
+    one = torch.tensor([math.log(1 / 2)])
+    assert reference_kl(estimator, one, one - L).item() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_k1_and_k3_have_the_kl_as_their_mean(estimator):
+    policy, reference = torch.tensor([0.7, 0.2, 0.1]).log(), torch.tensor([0.2, 0.3, 0.5]).log()
+    exact = (policy.exp() * (policy - reference)).sum()
+    mean = (policy.exp() * reference_kl(estimator, policy, reference)).sum()
+    assert mean.item() == pytest.approx(exact.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(("estimator", "is_the_gradient"), [("k1", False), ("k2", True), ("k3", False)])
+def test_only_k2_in_the_loss_has_the_gradient_of_the_kl(estimator, is_the_gradient):
+    """By all three tokens with their probability, which is constant as it is for samples."""
+    logits = torch.tensor([0.3, -0.5, 1.0], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64).log()
+    policy = logits.log_softmax(0)
+    (exact,) = torch.autograd.grad((policy.exp() * (policy - reference)).sum(), logits, retain_graph=True)
+    estimate = (policy.detach().exp() * reference_kl(estimator, policy, reference)).sum()
+    (gradient,) = torch.autograd.grad(estimate, logits)
+    assert torch.allclose(gradient, exact) == is_the_gradient
+    assert torch.allclose(gradient, torch.zeros(3, dtype=torch.float64)) == (estimator == "k1")
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "icepop", "dppo-tv", "grpo-geo-mask"])
+def test_the_kl_is_added_to_every_token_unweighted_over_the_same_denominator(name):
+    tensors = random_data(10).tensors(torch.float64)
+    mask, shift = tensors["mask"], 0.1 * torch.arange(7, dtype=torch.float64).expand(5, 7)
+    reference = (tensors["logp"] + shift).masked_fill(~mask, math.nan)
+    settings = {"kl_coefficient": 0.25, "kl_estimator": "k2", "denominator": "response-tokens"}
+    loss, _ = policy_loss(override(OBJECTIVES[name], settings), **tensors, logp_reference=reference)
+    plain, _ = policy_loss(override(OBJECTIVES[name], {"denominator": "response-tokens"}), **tensors)
+    expected = 0.25 * shift[mask].square().mean() / 2
+    assert (loss - plain).item() == pytest.approx(expected.item(), rel=1e-9)
+    with pytest.raises(ValueError, match="needs logp_reference"):
+        policy_loss(override(OBJECTIVES[name], settings), **tensors)
+
+
+def test_a_kl_in_the_reward_leaves_the_loss_alone_and_needs_the_old_policy():
+    objective = override(OBJECTIVES["pg"], {"kl_coefficient": 0.25, "kl_place": "reward"})
+    assert objective.needs_old_logp
+    assert not override(OBJECTIVES["pg"], {"kl_place": "reward"}).needs_old_logp
+    tensors = random_data(10).tensors()
+    assert policy_loss(objective, **tensors)[0] == policy_loss(OBJECTIVES["pg"], **tensors)[0]
+
+
 # --------------------------------------------------------------------------------------------------------- the table
 def test_the_pass_that_scores_old_log_probs_runs_only_where_it_is_needed():
     assert {name for name, objective in OBJECTIVES.items() if objective.needs_old_logp} == set(RATIO)
@@ -699,6 +759,9 @@ def test_settings_change_the_numbers_of_a_row():
         ("grpo-geo-mask", {"keep_low": 2}, "keep_low 2.0 must be in"),
         ("grpo-k3-mask", {"keep_low": 0.001}, "no setting 'keep_low'; "),
         ("dppo-tv", {"limit": -1}, "limit -1.0 must be at least 0"),
+        ("grpo", {"kl_coefficient": -1}, "kl_coefficient -1.0 must be at least 0"),
+        ("grpo", {"kl_estimator": "k4"}, "kl_estimator 'k4'"),
+        ("grpo", {"kl_place": "advantage"}, "kl_place 'advantage'"),
         ("pg", {"denominator": "tokens"}, "must be one of max-length"),
         ("pg", {"scale_by_std": 1}, "scale_by_std must be a bool, not 1"),
     ],

@@ -411,6 +411,46 @@ def test_weights_that_do_not_move_stop_the_run(build, tmp_path):
         trainer.run(Checkpoints(tmp_path, course={}, keep=1), quiet)
 
 
+# ------------------------------------------------------------------------------------------- KL to the initial policy
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_the_kl_to_the_initial_policy_is_exactly_zero_at_the_start_and_then_is_not(build, precision):
+    def losses(**changes):
+        return [
+            row["loss"] for row in build("grpo", Precision.named(precision, emulate="always"), **changes).iteration()
+        ]
+
+    plain, penalized = losses(), losses(kl_coefficient=0.5, kl_estimator="k3")
+    assert penalized[0] == plain[0]
+    assert penalized[1] > plain[1]
+
+
+def test_a_kl_in_the_loss_holds_the_policy_back(build, tmp_path):
+    def moved(coefficient):
+        trainer = build("grpo", training=settings(iterations=4), kl_coefficient=coefficient, kl_estimator="k2")
+        trainer.run(Checkpoints(tmp_path / str(coefficient), course={}, keep=1), quiet)
+        batch = collate([problem.prompt_ids for problem in PROBLEMS], [[3, 7, EOS]] * 5, {EOS})
+        now = trainer._score_all(trainer.model, batch, [[torch.arange(5)]])
+        reference = trainer._score_all(trainer.reference, batch, [[torch.arange(5)]])
+        return (now - reference).square().mean()
+
+    assert 0 < moved(10.0) < moved(1e-6) / 2
+
+
+def test_a_kl_in_the_reward_is_taken_off_response_by_response(build):
+    trainer = build("pg", kl_coefficient=0.5, kl_estimator="k1", kl_place="reward", scale_by_std=False)
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.mul_(1.01)
+    make_experience, made = trainer.experience, []
+    trainer.experience = lambda *arguments: made.append((arguments[0], make_experience(*arguments))) or made[-1][1]
+    list(trainer.iteration())
+    ((rollouts, experience),) = made
+    distance = (experience.logp_old - experience.logp_reference).sum(1)
+    assert distance.abs().min() > 1e-4
+    rewards = (rollouts.rewards - 0.5 * distance).view(-1, SETTINGS.samples_per_prompt)
+    torch.testing.assert_close(experience.advantages, (rewards - rewards.mean(1, keepdim=True)).view(-1))
+
+
 # ------------------------------------------------------------------------------------------------- sync and resume
 def test_the_engine_gets_the_trainers_weights_before_every_generation(build, tmp_path):
     trainer = build()
@@ -438,12 +478,15 @@ class KilledError(Exception):
     pass
 
 
-@pytest.mark.parametrize(("objective", "precision"), [("grpo", "fp16"), ("pg-seq-is", "bf16")])
-def test_resumed_equals_uninterrupted_bit_for_bit(build, tmp_path, objective, precision):
+@pytest.mark.parametrize(
+    ("objective", "precision", "changes"),
+    [("grpo", "fp16", {}), ("pg-seq-is", "bf16", {}), ("grpo", "bf16", {"kl_coefficient": 0.1})],
+)
+def test_resumed_equals_uninterrupted_bit_for_bit(build, tmp_path, objective, precision, changes):
     training = settings(iterations=5, checkpoint_every=2)
 
     def make():
-        return build(objective, Precision.named(precision, emulate="always"), "transformers", training)
+        return build(objective, Precision.named(precision, emulate="always"), "transformers", training, **changes)
 
     whole = make()
     whole.run(Checkpoints(tmp_path / "whole", course={}, keep=2), quiet)

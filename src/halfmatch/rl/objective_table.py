@@ -74,8 +74,8 @@ def _advantage(objective: Objective) -> str:
 
 
 def _ordered(objective: Objective) -> list[tuple[str, str]]:
-    """Settings of parts before those of the whole."""
-    return sorted(settings_of(objective).items(), key=lambda setting: setting[1] == "")
+    """What only some objectives have comes first."""
+    return sorted(settings_of(objective).items(), key=lambda setting: setting[1] in ("", "kl"))
 
 
 def _value(objective: Objective, name: str, owner: str) -> str:

@@ -156,13 +156,15 @@ def policy_loss(
     advantages: Tensor,
     mask: Tensor,
     max_length: int,
+    logp_reference: Tensor | None = None,
     totals: Totals | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
     """The loss, a scalar that carries gradient to `logp`, and statistics of its ratios.
 
     logp = log π(θ) with gradient, logp_old = log π(θ') (None where the objective does not need it), logp_rollout =
     log μ: [B, T] float32; advantages [B]; mask [B, T] bool, true on response tokens; max_length: the generation limit
-    in tokens; totals: of the whole batch, where this is a micro-batch of it.
+    in tokens; logp_reference: log-probs under the initial policy, like logp_old, where a KL to it is in the loss;
+    totals: of the whole batch, where this is a micro-batch of it.
 
     What stands behind the mask, NaN and infinities included, reaches neither loss nor gradient. The statistics describe
     ratios π(θ)/π(θ') and weights π/μ, each at its own level, over response tokens or over responses that have any:
@@ -224,10 +226,31 @@ def policy_loss(
         losses = losses * weights.masked_fill(advantages == 0, 0.0)  # 0 · ∞ would be NaN
         described |= _shares(kept_share=_observed(kept, mask))
 
+    if objective.kl.is_in("loss"):
+        if logp_reference is None:
+            raise ValueError("this objective needs logp_reference, the log-probs under the initial policy")
+        divergence = reference_kl(objective.kl.kl_estimator, logp, _response_only(logp_reference, mask))
+        losses = losses + objective.kl.kl_coefficient * divergence
+
     denominator = _denominator(objective.denominator, mask, max_length, totals or Totals.of(mask))
     loss = (losses.masked_fill(~mask, 0.0) / denominator).sum()
     numbers = torch.stack([value.double() for value in described.values()]).tolist()
     return loss, dict(zip(described, numbers, strict=True))
+
+
+def reference_kl(estimator: Literal["k1", "k2", "k3"], logp: Tensor, logp_reference: Tensor) -> Tensor:
+    """Estimates of KL[π‖ref] from tokens that π sampled, nats, of their shape.
+
+    With d = log ref − log π: k1 = −d, k2 = d²/2, k3 = e^d − 1 − d (Schulman 2020, http://joschu.net/blog/kl-approx.html).
+    """
+    difference = logp_reference - logp
+    match estimator:
+        case "k1":
+            return -difference
+        case "k2":
+            return difference.square() / 2
+        case "k3":
+            return difference.expm1() - difference
 
 
 def _response_only(values: Tensor | None, mask: Tensor) -> Tensor:
@@ -349,6 +372,7 @@ def settings_of(objective: Objective) -> dict[str, str]:
     another row and no setting.
     """
     settings = {"denominator": "", "scale_by_std": ""}
+    settings |= dict.fromkeys(("kl_coefficient", "kl_estimator", "kl_place"), "kl")
     match objective.surrogate:
         case ClippedRatio():
             settings |= dict.fromkeys(("clip_low", "clip_high", "dual_clip"), "surrogate")

@@ -109,6 +109,32 @@ class DivergenceMask:
 
 
 @dataclass(frozen=True)
+class ReferenceKl:
+    """A penalty on the distance from the policy that training started from, kl_coefficient times an estimate of the KL
+    of a token (see halfmatch.rl.objectives.reference_kl).
+
+    loss: added to the loss of each token, of π(θ) and differentiated, not weighted. k2 has the gradient of KL[π(θ)‖ref]
+    there, on samples of π(θ); k1 has none on average. reward: its sum over a response, of π(θ'), is taken off the
+    reward; there k1 is unbiased.
+    """
+
+    kl_coefficient: float = 0.0
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_place: Literal["loss", "reward"] = "loss"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.kl_coefficient < math.inf:
+            raise ValueError(f"kl_coefficient {self.kl_coefficient} must be at least 0")
+        if self.kl_estimator not in ("k1", "k2", "k3") or self.kl_place not in ("loss", "reward"):
+            raise ValueError(
+                f"kl_estimator {self.kl_estimator!r}, kl_place {self.kl_place!r}: k1 to k3; loss or reward"
+            )
+
+    def is_in(self, place: Literal["loss", "reward"]) -> bool:
+        return self.kl_coefficient > 0 and self.kl_place == place
+
+
+@dataclass(frozen=True)
 class Objective:
     """One row of the table."""
 
@@ -119,6 +145,7 @@ class Objective:
     scale_by_std: bool = False
     std_over: StdOver = "group"
     denominator: Denominator = "max-length"
+    kl: ReferenceKl = field(default=ReferenceKl(), kw_only=True)
     source: str = field(kw_only=True)  # where the estimator and its default numbers come from
 
     def __post_init__(self) -> None:
@@ -129,5 +156,5 @@ class Objective:
     def needs_old_logp(self) -> bool:
         """Whether the pass that scores the rollouts under π(θ') has to run."""
         corrects_old = self.correction is not None and self.correction.policy == "old"
-        rejects_old = isinstance(self.rejection, SequenceRejection)
-        return corrects_old or rejects_old or isinstance(self.surrogate, ClippedRatio | ClippedWeight)
+        other = isinstance(self.rejection, SequenceRejection) or self.kl.is_in("reward")
+        return corrects_old or other or isinstance(self.surrogate, ClippedRatio | ClippedWeight)

@@ -11,6 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ from halfmatch.rl import monitors
 from halfmatch.rl.advantages import group_advantages
 from halfmatch.rl.batching import Batch, micro_batches
 from halfmatch.rl.checkpoints import Checkpoints
-from halfmatch.rl.objectives import Totals, merge_statistics, policy_loss
+from halfmatch.rl.objectives import Totals, merge_statistics, policy_loss, reference_kl
 from halfmatch.rl.parts import Objective
 from halfmatch.rl.rollouts import Problem, ProblemSampler, Rollouts, collect, grade
 from halfmatch.rl.scoring import token_logprobs
@@ -55,6 +56,7 @@ class Experience:
     advantages: torch.Tensor  # [B] float32
     logp_rollout: torch.Tensor  # log μ, [B, R] float32
     logp_old: torch.Tensor | None  # log π(θ'), [B, R] float32, where the objective needs it
+    logp_reference: torch.Tensor | None = None  # of the initial policy, [B, R] float32, where a KL to it is in the loss
 
 
 # The rows of one gradient step, as the micro-batches that they are computed in.
@@ -88,6 +90,9 @@ class Trainer:
 
         self.initial = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         cast_model(model, precision.compute, precision.fp32_modules, precision.emulate)
+        # The initial policy, in the compute dtype: on the same shapes as the policy it has the same bits at the start.
+        needs_reference = objective.kl.kl_coefficient > 0
+        self.reference = deepcopy(model).requires_grad_(False) if needs_reference else None
         model.requires_grad_(True)
         self.masters = MasterWeights(model, self.initial, torch_dtype(precision.reduce))
         self.optimizer = torch.optim.AdamW(
@@ -223,24 +228,24 @@ class Trainer:
         return [[hand[part] for part in micro_batches(lengths[hand].tolist(), budget)] for hand in hands]
 
     def experience(self, rollouts: Rollouts, plans: Sequence[Plan]) -> Experience:
-        """Rewards become advantages; the π(θ') pass runs where the objective needs it."""
+        """Rewards become advantages; the passes of π(θ') and the initial policy run where the objective needs them."""
         device = next(self.model.parameters()).device
-        batch = rollouts.batch.to(device)
+        batch, kl = rollouts.batch.to(device), self.objective.kl
+        logp_old = self._score_all(self.model, batch, plans) if self.objective.needs_old_logp else None
+        logp_reference = self._score_all(self.reference, batch, plans) if self.reference is not None else None
+        rewards = rollouts.rewards
+        if kl.is_in("reward"):
+            assert logp_old is not None
+            assert logp_reference is not None
+            rewards = rewards - kl.kl_coefficient * reference_kl(kl.kl_estimator, logp_old, logp_reference).sum(1).cpu()
         advantages = group_advantages(
-            rollouts.rewards,
+            rewards,
             self.settings.samples_per_prompt,
             baseline=self.objective.baseline,
             scale_by_std=self.objective.scale_by_std,
             std_over=self.objective.std_over,
         )
-        logp_old = None
-        if self.objective.needs_old_logp:
-            logp_old = torch.zeros_like(rollouts.logp_rollout, device=device)
-            with torch.no_grad():
-                for rows in (rows for plan in plans for rows in plan):
-                    logp, _ = self._score(batch.select(rows))
-                    logp_old[rows, : logp.shape[1]] = logp
-        return Experience(batch, advantages.to(device), rollouts.logp_rollout.to(device), logp_old)
+        return Experience(batch, advantages.to(device), rollouts.logp_rollout.to(device), logp_old, logp_reference)
 
     def gradient_step(self, experience: Experience, plan: Plan) -> tuple[dict[str, Any], torch.Tensor]:
         """One optimizer step, left out where a gradient is not finite; returns its columns of the log and log π(θ) of
@@ -282,6 +287,16 @@ class Trainer:
     def _score(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         return token_logprobs(self.model, batch, self.settings.sampling.temperature)
 
+    @torch.no_grad()
+    def _score_all(self, model: torch.nn.Module, batch: Batch, plans: Sequence[Plan]) -> torch.Tensor:
+        """Log-probs of an iteration's responses under one policy, in the micro-batches of the plans: [B, R], 0 outside
+        of the responses."""
+        scores = torch.zeros(batch.response_mask.shape, device=batch.response_mask.device)
+        for rows in (rows for plan in plans for rows in plan):
+            logp, _ = token_logprobs(model, batch.select(rows), self.settings.sampling.temperature)
+            scores[rows, : logp.shape[1]] = logp
+        return scores
+
     def _accumulate(self, experience: Experience, plan: Plan) -> tuple[dict[str, Any], torch.Tensor]:
         """Forward and backward over the micro-batches of a step. Each loss is its share of the step's, so the summed
         gradients are the step's whatever the split."""
@@ -300,6 +315,7 @@ class Trainer:
                 advantages=experience.advantages[rows],
                 mask=micro.response_mask,
                 max_length=self.settings.sampling.max_tokens,
+                logp_reference=None if experience.logp_reference is None else experience.logp_reference[rows, :width],
                 totals=totals,
             )
             (self.scaler.scale(micro_loss) if self.scaler else micro_loss).backward()
