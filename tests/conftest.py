@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,6 +102,7 @@ class TinyRun:
 
     folder: Path  # the working directory of the run
     messages: str
+    secrets: Mapping[str, str]  # of its environment
 
 
 @pytest.fixture(scope="session")
@@ -130,4 +132,4 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
         text=True,
     )
     assert done.returncode == 0, done.stdout[-8000:]
-    return TinyRun(folder, done.stdout)
+    return TinyRun(folder, done.stdout, SECRETS)
