@@ -87,9 +87,8 @@ def cases(slurm: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cas
     folder = tmp_path_factory.mktemp("cases")
     shutil.copyfile(HERE / "cases.smk", folder / "Snakefile")
     with (folder / "messages.txt").open("w") as messages:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "snakemake", *options(slurm)], cwd=folder, stdout=messages, stderr=messages
-        )
+        command = ["setpriv", "--pdeathsig", "TERM", sys.executable, "-m", "snakemake", *options(slurm)]
+        process = subprocess.Popen(command, cwd=folder, stdout=messages, stderr=messages)
     yield Cases(folder, process)
     process.terminate()
     process.wait()
