@@ -1,6 +1,7 @@
 # make demo     install, run the laptop configuration, show where the report is
 # make test     install, run the fast tests
 # make smollm2  install, measure SmolLM2-135M on real MATH problems
+# make audit    report known vulnerabilities of what the locks pin
 #
 # VENV=.venv    where the environment is made     CORES=2   jobs at once
 # VLLM=1        with the vLLM engine for CPUs     PYTHON=python3
@@ -19,7 +20,7 @@ export PATH := $(BIN):$(PATH)
 # Problems of the SmolLM2 run: from local files where they lie beside the repository, else from the hub.
 SMOLLM2 := config/smollm2.yaml $(if $(wildcard ../shared/data/math500.parquet),config/smollm2-files.yaml)
 
-.PHONY: demo test smollm2 environment restore clean
+.PHONY: demo test smollm2 environment restore audit clean
 
 # Recorded for DVC where this is a git repository, which DVC needs.
 demo: environment
@@ -53,6 +54,13 @@ $(INSTALLED): $(LOCK)
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install --quiet "$$(grep '^torch==' $(LOCK))"
 	$(BIN)/python -c "import torch, halfmatch; print('== Installed: halfmatch', halfmatch.__version__, 'torch', torch.__version__)"
 	touch $@
+
+# Known vulnerabilities of what the locks pin: a report, which fails nothing. In an environment of its own, as pip-audit
+# would change the one that it looks at.
+audit:
+	test -x $(VENV)-audit/bin/pip-audit || { $(PYTHON) -m venv $(VENV)-audit && $(VENV)-audit/bin/pip install --quiet pip-audit; }
+	for lock in requirements/*.lock; do \
+		echo "== $$lock"; $(VENV)-audit/bin/pip-audit --no-deps --disable-pip --requirement $$lock || true; done
 
 clean:
 	rm -rf results .snakemake

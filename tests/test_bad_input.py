@@ -489,6 +489,11 @@ def test_an_artefact(name: str, sampled: str, refused: Refused) -> None:
     assert what in message
 
 
+def test_a_plan_over_a_table_that_is_cut_short(sampled: str, refused: Refused) -> None:
+    TABLE.write_bytes(b"")
+    assert "train.parquet: not a complete Parquet file" in refused("plan", "--config", sampled)
+
+
 def test_an_empty_set_after_the_filter_says_the_counts_and_what_to_change(
     here: Path, sampled: str, refused: Refused, tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

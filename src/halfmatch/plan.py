@@ -13,6 +13,7 @@ import yaml
 from halfmatch import jobs
 from halfmatch.config import Bootstrap, Config, ModelSource, ProblemSource
 from halfmatch.config_files import load
+from halfmatch.errors import UserError
 from halfmatch.paths import Paths
 
 # Bytes a token as written, rounded up: a token id and log μ (completions), and log π beside them (scores).
@@ -115,9 +116,14 @@ def _source_rows(source: ProblemSource) -> int | None:
 
 
 def _rows(path: Path) -> int | None:
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    return pq.read_metadata(path).num_rows if path.is_file() else None
+    try:
+        return pq.read_metadata(path).num_rows if path.is_file() else None
+    except pa.ArrowException as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{path}: not a complete Parquet file ({reason}); replace it, or make it again") from None
 
 
 def parameter_count(config: Config, name: str) -> int | None:
