@@ -151,7 +151,7 @@ def test_text_of_models_and_files_stays_text(built, synthetic, tmp_path):
     hostile = '<script>alert("x")</script><img src=http://example.org/x>'
     values = narrow(built, tmp_path).model_dump(mode="json")
     values["report"]["title"] = hostile
-    values["prompt"]["system"] = hostile
+    values["prompt"] = {"template": "chat", "system": hostile}
     config = Config.model_validate(values | {"training": None, "evaluation": None})
     paths = Paths(tmp_path)
     artifacts.write(
