@@ -174,7 +174,8 @@ def test_the_layer_is_the_function_with_and_without_autograd(bias):
 
 
 def test_the_layer_sees_new_weights():
-    layer, x = EmulatedLinear(torch.nn.Linear(4, 4, bias=False, dtype=torch.float16)), torch.randn(8, 4).half()
+    layer = EmulatedLinear(torch.nn.Linear(4, 4, bias=False, dtype=torch.float16)).requires_grad_(False)
+    x = torch.randn(8, 4).half()
     for change in (lambda w: w.copy_(torch.randn(4, 4)), lambda w: torch._foreach_copy_([w], [torch.randn(4, 4)])):
         with torch.no_grad():
             layer(x)
@@ -183,6 +184,22 @@ def test_the_layer_sees_new_weights():
     layer.weight.data = torch.randn(4, 4).half()
     with torch.no_grad():
         assert torch.equal(layer(x), linear(x, layer.weight))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_layer_that_is_trained_sees_what_the_optimizer_did(fused):
+    """A fused optimizer changes weights without the counter that tells of changes."""
+    layer = RoundingLinear(torch.nn.Linear(8, 8), torch.bfloat16)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, fused=fused)
+    x = torch.randn(4, 8)
+    for _ in range(2):
+        with torch.no_grad():
+            layer(x)
+        layer(x).square().sum().backward()
+        optimizer.step()
+        with torch.no_grad():
+            expected = x.bfloat16().float() @ layer.weight.bfloat16().float().T + layer.bias
+            torch.testing.assert_close(layer(x), expected)
 
 
 @pytest.mark.parametrize(

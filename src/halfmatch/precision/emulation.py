@@ -81,8 +81,9 @@ def linear(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None) -> t
 class EmulatedLinear(torch.nn.Linear):
     """A Linear layer whose matmul is `linear`; it shares the parameters of the layer that it replaces.
 
-    Outside of autograd the upcast weight is kept until the weight changes. Change weights under `torch.no_grad()`;
-    writes through `.data` leave no trace that could be seen here.
+    Outside of autograd the upcast weight of a model that is not trained is kept until the weight changes. Change such
+    weights under `torch.no_grad()`: writes through `.data` leave no trace that could be seen here, and neither do those
+    of a fused optimizer, which is why weights that require a gradient are upcast anew.
     """
 
     def __init__(self, layer: torch.nn.Linear):
@@ -98,6 +99,8 @@ class EmulatedLinear(torch.nn.Linear):
         return _rounded_linear(x, self._upcast_weight(), self.bias)
 
     def _upcast_weight(self) -> torch.Tensor:
+        if self.weight.requires_grad:
+            return self._sixteen_bit_weight().float()
         state = (self.weight.data_ptr(), self.weight._version)
         if self._upcast is None or self._upcast[0] != state:
             self._upcast = (state, self._sixteen_bit_weight().float())
