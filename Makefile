@@ -1,7 +1,8 @@
-# make demo     install, run the laptop configuration, show where the report is
-# make test     install, run the fast tests
-# make smollm2  install, measure SmolLM2-135M on real MATH problems
-# make audit    report known vulnerabilities of what the locks pin
+# make demo       install, run the laptop configuration, show where the report is
+# make test       install, run the fast tests
+# make smollm2    install, measure SmolLM2-135M on real MATH problems
+# make generated  write anew what the typed configuration generates
+# make audit      report known vulnerabilities of what the locks pin
 #
 # VENV=.venv    where the environment is made     CORES=2   jobs at once
 # VLLM=1        with the vLLM engine for CPUs     PYTHON=python3
@@ -20,7 +21,7 @@ export PATH := $(BIN):$(PATH)
 # Problems of the SmolLM2 run: from local files where they lie beside the repository, else from the hub.
 SMOLLM2 := config/smollm2.yaml $(if $(wildcard ../shared/data/math500.parquet),config/smollm2-files.yaml)
 
-.PHONY: demo test smollm2 environment restore audit clean
+.PHONY: demo test smollm2 environment restore generated audit clean
 
 # Recorded for DVC where this is a git repository, which DVC needs.
 demo: environment
@@ -40,6 +41,14 @@ smollm2: environment
 
 restore: environment
 	halfmatch restore
+
+# What stands in files for readers and tools, and is derived from src/halfmatch/config.py; a test keeps it in step.
+generated: environment
+	halfmatch config > config/.new && mv config/.new config/config.yaml
+	halfmatch config --as schema > config/.new && mv config/.new workflow/schemas/config.schema.json
+	halfmatch config --as stages > config/.new && mv config/.new dvc.yaml
+	halfmatch config --as reference > config/.new
+	sed -i '/^| key | default/,$$d' config/README.md && cat config/.new >> config/README.md && rm config/.new
 
 environment: $(INSTALLED)
 

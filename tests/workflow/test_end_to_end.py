@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.workflow
 
 RUNS = ("bf16_grpo_seed0", "fp16_grpo_seed0")
+TRIES = 5
 LONG_ENOUGH = 600.0  # seconds that a wait may take before it is given up
 
 
@@ -149,40 +150,49 @@ def test_training_that_was_killed_goes_on_from_its_checkpoint_to_the_same_bytes(
     shutil.copytree(finished.root, checkout.root, symlinks=True)
     results = checkout.root / "results/tiny"
     expected = digests(results / "train/bf16_grpo_seed0")
+    checkpoints = results / "checkpoints/bf16_grpo_seed0"
     shutil.rmtree(results / "train/bf16_grpo_seed0")
-    shutil.rmtree(results / "checkpoints/bf16_grpo_seed0")
+    shutil.rmtree(checkpoints)
     target = "results/tiny/train/bf16_grpo_seed0/log.parquet"
 
-    running = subprocess.Popen(
-        ["snakemake", "--cores", "1", "--", target],
-        cwd=checkout.root,
-        env=checkout.environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    checkpoints = results / "checkpoints/bf16_grpo_seed0"
-    wait_for(lambda: any(checkpoints.glob("[!.]*")), running)
-    if victim == "the training process":
-        for process in training_processes(running.pid):
-            os.kill(process, signal.SIGKILL)
-        running.wait()
+    for _ in range(TRIES):  # a training that ends before the kill reaches it shows nothing
+        running = subprocess.Popen(
+            ["snakemake", "--cores", "1", "--", target],
+            cwd=checkout.root,
+            env=checkout.environment(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        # Before the first checkpoint, as finding them takes longer than the iterations after it.
+        wait_for((checkpoints / ".lock").exists, running)
+        victims = training_processes(running.pid)
+        wait_for(lambda: any(checkpoints.glob("iteration-*")), running)
+        if victim == "the training process":
+            for process in victims:
+                os.kill(process, signal.SIGKILL)
+            running.wait()
+        else:
+            os.killpg(running.pid, signal.SIGKILL)
+            running.wait()
+            checkout.run("snakemake", "--unlock")
+        if not (results / "train/bf16_grpo_seed0/log.parquet").exists():
+            break
+        shutil.rmtree(results / "train/bf16_grpo_seed0")
+        shutil.rmtree(checkpoints)
     else:
-        os.killpg(running.pid, signal.SIGKILL)
-        running.wait()
-        checkout.run("snakemake", "--unlock")
-    assert not (results / "train/bf16_grpo_seed0/log.parquet").exists()
+        pytest.fail(f"{TRIES} times the training ended before it could be killed")
 
     checkout.run("snakemake", "--cores", "1", "--", target)
     assert digests(results / "train/bf16_grpo_seed0") == expected
 
 
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+def wait_for(condition: Callable[[], object], process: subprocess.Popen[bytes]) -> None:
     start = time.monotonic()
     while not condition():
         assert process.poll() is None, "the run ended before it could be killed"
         assert time.monotonic() - start < LONG_ENOUGH
-        time.sleep(0.02)
+        time.sleep(0.002)
 
 
 def training_processes(leader: int) -> list[int]:

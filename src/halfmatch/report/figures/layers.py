@@ -31,7 +31,7 @@ def error_origin(results: Results) -> Drawing:
     for row, setup in enumerate(setups):
         cells = [cell for cell in results.origins if cell.setup == setup]
         for rank, cell in enumerate(cells):
-            aside = (rank - (len(cells) - 1) / 2) * 0.2
+            aside = (rank - (len(cells) - 1) / 2) * min(0.2, 0.8 / len(cells))
             _along_the_layers(axes[row, 0], cell, looks[cell.precision])
             _by_operation(axes[row, 1], cell, looks[cell.precision], aside)
             _by_part(axes[row, 2], cell, looks[cell.precision], aside)
