@@ -8,42 +8,19 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    StringConstraints,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, model_validator
 
 from halfmatch.config_checks import OBJECTIVE_NAMES, cross_check
 from halfmatch.config_limits import unusable
+from halfmatch.config_models import Bootstrap as Bootstrap
+from halfmatch.config_models import ModelSource as ModelSource
+from halfmatch.config_section import Name, Probability, Section
 from halfmatch.precision import Fp32Module, Precision
 
-Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9.\-]*$")]
 Seed = Annotated[int, Field(ge=0, le=2**31 - 1)]
-Probability = Annotated[float, Field(ge=0, le=1)]
 EngineName = Literal["transformers", "vllm"]
 GradingRule = Literal["exact", "boxed", "r1", "last-number"]
 PromptTemplate = Literal["plain", "r1", "boxed", "chat"]
-
-
-class Section(BaseModel):
-    """A part of the configuration: unknown keys are refused, values do not change after reading."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _no_boolean_for_a_number(cls, value: object, info: ValidationInfo) -> object:
-        """YAML reads yes, no, on and off as booleans, and pydantic would go on to read those as 1 and 0."""
-        items = value if isinstance(value, list | tuple) else [value]
-        wants_boolean = cls.model_fields[str(info.field_name)].annotation is bool
-        if not wants_boolean and any(isinstance(item, bool) for item in items):
-            raise ValueError(f"{str(value).lower()} (in YAML also yes, no, on, off) is no value of this key")
-        return value
 
 
 # ---------------------------------------------------------------------------------------------------------- problems
@@ -84,76 +61,6 @@ class ProblemSource(Section):
                 raise ValueError(f"the generator has the splits train, heldout and all, not {self.split!r}")
             if self.lowest_factor > self.highest_factor:
                 raise ValueError("lowest_factor is above highest_factor")
-        return self
-
-
-# ------------------------------------------------------------------------------------------------------------- models
-class Bootstrap(Section):
-    """A tiny Qwen3 that is trained here on demonstrations, so that the whole pipeline needs no download.
-
-    The demonstrations carry a wrong product with a probability of each problem's own, which spreads the solve rates.
-    """
-
-    start: Name | None = Field(None, description="bootstrapped model whose weights this one continues from")
-    gain: float = Field(16.0, gt=0, le=1000, description="gain of the final norm: the scale of the logits")
-    layers: int = Field(4, ge=1, le=48, description="decoder layers")
-    hidden_size: int = Field(64, ge=32, le=4096, description="width")
-    heads: int = Field(
-        2, ge=1, le=128, description="attention heads; hidden_size / heads is 32 or 64, so that vLLM serves it on a CPU"
-    )
-    kv_heads: int = Field(1, ge=1, le=128, description="key-value heads")
-    intermediate_size: int = Field(176, ge=16, le=65_536, description="width of the MLP")
-    steps: int = Field(900, ge=0, le=1_000_000, description="optimizer steps on demonstrations")
-    batch_size: int = Field(32, ge=1, le=65_536, description="demonstrations a step")
-    learning_rate: float = Field(3e-3, gt=0, le=1, description="peak learning rate; cosine to a tenth of it")
-    thinking_tokens: tuple[int, int] = Field(
-        (56, 66), description="shortest and longest thinking part of a demonstration"
-    )
-    wrong_share: tuple[Probability, Probability] = Field(
-        (0.15, 0.85), description="range of the per-problem chance of a wrong product"
-    )
-
-    @model_validator(mode="after")
-    def _buildable(self) -> Self:
-        if self.hidden_size / self.heads not in (32, 64):
-            raise ValueError(
-                f"hidden_size {self.hidden_size} / heads {self.heads} must be 32 or 64: "
-                "vLLM serves no other head on a CPU"
-            )
-        if self.heads % self.kv_heads:
-            raise ValueError(f"heads {self.heads} do not divide into kv_heads {self.kv_heads}")
-        if not 0 < self.thinking_tokens[0] <= self.thinking_tokens[1]:
-            raise ValueError(f"thinking_tokens {list(self.thinking_tokens)} must be [shortest, longest], both above 0")
-        if self.wrong_share[0] > self.wrong_share[1]:
-            raise ValueError(f"wrong_share {list(self.wrong_share)} must be [lowest, highest]")
-        return self
-
-
-class ModelSource(Section):
-    """Where a model comes from."""
-
-    source: Literal["bootstrap", "hub", "folder", "gguf"] = Field(
-        description="trained here, hub, local folder, GGUF file"
-    )
-    id: str | None = Field(None, description="hub: model id")
-    revision: str | None = Field(None, description="hub: commit (40 hex digits), so that the weights cannot change")
-    path: str | None = Field(None, description="folder or gguf: where it lies")
-    package: str | None = Field(None, description="gguf: installed Python package that ships the file, instead of path")
-    bootstrap: Bootstrap | None = Field(None, description="bootstrap: how the tiny model is made")
-
-    @model_validator(mode="after")
-    def _complete(self) -> Self:
-        if self.source == "bootstrap" and self.bootstrap is None:
-            raise ValueError("source: bootstrap needs the section bootstrap")
-        if self.source == "hub":
-            if not self.id:
-                raise ValueError("source: hub needs id")
-            if not self.revision or len(self.revision) != 40 or set(self.revision) - set("0123456789abcdef"):
-                raise ValueError("source: hub needs revision, the model's commit as 40 hex digits")
-        if self.source == "folder" and not self.path:
-            raise ValueError("source: folder needs path")
-        if self.source == "gguf" and not (self.path or self.package):
-            raise ValueError("source: gguf needs path or package")
         return self
 
 
