@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 from halfmatch.config_checks import OBJECTIVE_NAMES, cross_check
 from halfmatch.config_limits import unusable
 from halfmatch.config_models import Bootstrap as Bootstrap
+from halfmatch.config_models import Lora as Lora
 from halfmatch.config_models import ModelSource as ModelSource
 from halfmatch.config_section import Name, Probability, Section
 from halfmatch.precision import Fp32Module, Precision

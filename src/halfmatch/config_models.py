@@ -1,10 +1,10 @@
-"""The sections of the configuration that say what a model is."""
+"""The sections of the configuration that say what a model is, and what of it is trained."""
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, StringConstraints, model_validator
 
 from halfmatch.config_section import Name, Probability, Section
 
@@ -76,3 +76,19 @@ class ModelSource(Section):
         if self.source == "gguf" and not (self.path or self.package):
             raise ValueError("source: gguf needs path or package")
         return self
+
+
+class Lora(Section):
+    """Low-rank adapters, trained in place of the weights that they are added to."""
+
+    rank: int = Field(32, ge=1, le=512, description="rank of each adapter [paper: 32, or 1 in the released script]")
+    alpha: float = Field(64.0, gt=0, le=1e4, description="alpha / rank multiplies the adapter [paper: 64, or 2]")
+    targets: tuple[Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9_]*$")], ...] = Field(
+        ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+        min_length=1,
+        description="names of the Linear layers that get one",
+    )
+    push: Literal["merged", "unmerged"] = Field(
+        "merged",
+        description="what the engine gets: weights with the adapter added in fp32 and rounded once, or the adapter",
+    )
