@@ -56,6 +56,10 @@ def test_replicas_give_what_one_engine_gives(tiny_model_folder: Path) -> None:
         after = single.generate(REQUESTS, SAMPLING, stop_token_ids=[5])
         assert several.generate(REQUESTS, SAMPLING, stop_token_ids=[5]) == after != before
 
+        several.sleep()
+        several.wake()
+        assert several.generate(REQUESTS, SAMPLING, stop_token_ids=[5]) == after
+
         # an error of one replica reaches the caller, and the next call is answered as if it had not been
         with pytest.raises(UserError, match="vocabulary"):
             several.generate([Request((99,), 0), *REQUESTS], SAMPLING, stop_token_ids=[5])

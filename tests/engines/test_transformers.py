@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import shutil
@@ -301,6 +302,38 @@ def test_logits_that_are_not_finite_are_refused_with_the_request(tiny_model_fold
         else:
             with pytest.raises(NonFiniteError, match=r"request 0 \(seed 0\).*token 1 .*not finite in fp16"):
                 generate(engine, REQUESTS)
+
+
+# --------------------------------------------------------------------------------------------------- sleep and wake
+def held_bytes():
+    """Of all tensors in this process, shared storage once."""
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)]
+    return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_asleep_it_holds_its_weights_and_nothing_else(dtype, tiny_model_folder):
+    engine = engine_of(tiny_model_folder, dtype, emulate="always")
+    weights = held_bytes()
+    expected = generate(engine, REQUESTS)
+    copies = held_bytes() - weights
+    engine.sleep()
+    engine.sleep()
+    assert held_bytes() == weights
+    assert (copies > 0) == (dtype == "bf16"), "16-bit weights that were upcast for their matmuls, and no KV cache"
+    engine.wake()
+    assert generate(engine, REQUESTS) == expected
+
+
+def test_asleep_it_wakes_by_itself_for_weights_and_requests(tiny_model_folder):
+    engine = engine_of(tiny_model_folder, "bf16", emulate="always")
+    before = generate(engine, REQUESTS)
+    engine.sleep()
+    assert generate(engine, REQUESTS) == before
+    engine.sleep()
+    engine.load_weights([(name, 1.1 * weight) for name, weight in engine._model.named_parameters()])
+    assert generate(engine, REQUESTS) != before
 
 
 # ------------------------------------------------------------------------------------------- what it says of itself

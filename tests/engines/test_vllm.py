@@ -189,6 +189,14 @@ def test_new_weights_give_what_a_fresh_engine_gives(started: Started) -> None:
     assert numbers(engine.generate(SHORT, NEVER_STOP, stop_token_ids=[])) == before
 
 
+def test_sleeping_is_nothing_on_a_cpu_and_it_says_so(started: Started) -> None:
+    before = numbers(started.engine.generate(SHORT, NEVER_STOP, stop_token_ids=[]))
+    assert started.engine.description["sleep_mode"] is False
+    started.engine.sleep()
+    started.engine.wake()
+    assert numbers(started.engine.generate(SHORT, NEVER_STOP, stop_token_ids=[])) == before
+
+
 def test_no_cached_prefix_outlives_its_weights(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = started.engine
     try:

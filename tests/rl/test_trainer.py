@@ -75,6 +75,12 @@ class CannedEngine:
         logprobs = (-3 - torch.rand(count, generator=generator)).tolist()
         return Completion(ids, logprobs, "stop" if stopped else "length")
 
+    def sleep(self):
+        self.calls.append(("sleep", None))
+
+    def wake(self):
+        self.calls.append(("wake", None))
+
     def close(self):
         pass
 
@@ -457,7 +463,8 @@ def test_the_engine_gets_the_trainers_weights_before_every_generation(build, tmp
     start = weights_of(trainer)
     trainer.run(Checkpoints(tmp_path, course={}, keep=1), quiet)
     kinds = [kind for kind, _ in trainer.engine.calls]
-    assert kinds == ["load", "generate", "load", "generate", "load"]
+    iteration = ["generate", "sleep", "wake", "load"]
+    assert kinds == ["load", *iteration, *iteration]
     loaded = [weights for kind, weights in trainer.engine.calls if kind == "load"]
     assert all(torch.equal(loaded[0][name], start[name]) for name in start)
     assert all(torch.equal(loaded[2][name], weight) for name, weight in trainer.masters.named())

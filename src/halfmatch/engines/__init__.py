@@ -73,6 +73,17 @@ class Engine(Protocol):
         """
         ...
 
+    def sleep(self) -> None:
+        """Give back what memory the engine can do without until it is woken: to the trainer, between rollouts and sync.
+
+        It wakes as it went to sleep, and by itself where it is given weights or requests.
+        """
+        ...
+
+    def wake(self) -> None:
+        """Take the memory again; nothing where the engine is awake."""
+        ...
+
     def close(self) -> None: ...
 
 

@@ -80,6 +80,17 @@ class ReplicatedEngine:
             connection.send(("generate", (part, sampling, list(stop_token_ids))))
         return [completion for part in self._gather(progress) for completion in part]
 
+    def sleep(self) -> None:
+        self._tell("sleep")
+
+    def wake(self) -> None:
+        self._tell("wake")
+
+    def _tell(self, message: str) -> None:
+        for connection in self._connections:
+            connection.send((message, None))
+        self._gather()
+
     def close(self) -> None:
         """End every replica; one that is still at work is stopped."""
         for connection in self._connections:
@@ -164,6 +175,9 @@ def _serve(
         try:
             if message == "load_weights":
                 engine.load_weights(load_file(argument).items())
+                connection.send(("result", None))
+            elif message in ("sleep", "wake"):
+                getattr(engine, message)()
                 connection.send(("result", None))
             else:
                 requests, sampling, stop_token_ids = argument

@@ -108,6 +108,12 @@ class ServerEngine:
                 raise
         return [_completion(task.result()) for task in tasks]
 
+    def sleep(self) -> None:
+        """Nothing to do: a server's memory is not the trainer's, and it may have other clients."""
+
+    def wake(self) -> None:
+        """Nothing to do; see `sleep`."""
+
     def close(self) -> None:
         """Nothing to do: the server stays, and connections are the threads'."""
 

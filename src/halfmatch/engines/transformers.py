@@ -28,7 +28,7 @@ from halfmatch.engines.decoding import Decoding
 from halfmatch.errors import UserError
 from halfmatch.precision import dtype_name, torch_dtype
 from halfmatch.precision.casting import cast_model
-from halfmatch.precision.emulation import RoundingLinear, is_emulated
+from halfmatch.precision.emulation import RoundingLinear, drop_upcast_weights, is_emulated
 
 if TYPE_CHECKING:
     from halfmatch.config import EngineSettings, Sampling
@@ -79,6 +79,7 @@ class TransformersEngine:
         Names are Hugging Face's; a tied LM head may be given or left out. Nothing changes if a name is missing or
         unknown or a shape differs.
         """
+        self.wake()
         given = dict(weights)
         held = dict(self._model.named_parameters(remove_duplicate=False))
         if unknown := sorted(given.keys() - held.keys()):
@@ -115,8 +116,20 @@ class TransformersEngine:
         progress: Callable[[int], None] | None = None,
     ) -> list[Completion]:
         """Sample one completion a request; `progress` is told how many have finished since it was last told."""
+        self.wake()
         self._check_requests(requests, sampling)
         return Decoding(self._model, requests, sampling, stop_token_ids, self._slots, progress).run()
+
+    def sleep(self) -> None:
+        """Weights that are upcast for emulated matmuls go, and a GPU's weights go to the host; the KV caches of a
+        `generate` went with it."""
+        drop_upcast_weights(self._model)
+        if self._device.type == "cuda":
+            self._model.to("cpu")
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        self._model.to(self._device)
 
     def close(self) -> None:
         del self._model

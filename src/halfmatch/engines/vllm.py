@@ -169,7 +169,7 @@ class VllmEngine:
                 f"{current_platform.device_type or 'no device of this machine'}"
             )
         self._asleep = False
-        self._can_sleep = settings.device == "cuda"
+        self._can_sleep = current_platform.is_sleep_mode_available()
         self._single_worker = settings.tensor_parallel == 1
         with _process_untouched():
             self._llm: LLM = vllm.LLM(
@@ -188,6 +188,7 @@ class VllmEngine:
                 tensor_parallel_size=settings.tensor_parallel,
                 seed=0,
                 use_tqdm_on_load=False,
+                enable_sleep_mode=self._can_sleep,
                 **_platform_settings(Path(model), precision.rollout, settings),
             )
         self._checkpoint_names = _checkpoint_names(Path(model))
@@ -224,6 +225,7 @@ class VllmEngine:
             "logprobs_mode": "processed_logprobs",
             "tensor_parallel": settings.tensor_parallel,
             "enforce_eager": settings.device == "cpu",
+            "sleep_mode": self._can_sleep,
         }
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -232,7 +234,7 @@ class VllmEngine:
         Names are Hugging Face's; a tied LM head may be given or left out. With the cache kept, the keys and values that
         the old weights made of a prompt would serve its next samples.
         """
-        self._wake()
+        self.wake()
         seen: set[str] = set()
         not_finite: list[str] = []
         head: list[torch.Tensor] = []
@@ -281,7 +283,7 @@ class VllmEngine:
 
         With top_p below 1 the log-probs are those of the nucleus, renormalised.
         """
-        self._wake()
+        self.wake()
         self._check(requests, sampling)
         engine = self._llm.llm_engine
         done: dict[str, Completion] = {}
@@ -322,15 +324,13 @@ class VllmEngine:
                 )
 
     def sleep(self) -> None:
-        """Give the GPU's memory to the trainer: weights go to the host, the KV cache goes.
-
-        The next call wakes the engine. vLLM has this on GPUs only; on a CPU nothing happens.
-        """
+        """Weights go to the host, the KV cache goes. vLLM has this on GPUs only (`sleep_mode` of the description); on a
+        CPU nothing happens."""
         if self._can_sleep and not self._asleep:
             self._llm.sleep(level=1)
             self._asleep = True
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
         if self._asleep:
             self._llm.wake_up()
             self._asleep = False
@@ -356,7 +356,7 @@ def _platform_settings(model: Path, dtype: DType, settings: EngineSettings) -> d
                 token_bytes, context, settings.slots, settings.gpu_memory, available
             ),
         }
-    return {"gpu_memory_utilization": settings.gpu_memory, "enable_sleep_mode": True}
+    return {"gpu_memory_utilization": settings.gpu_memory}
 
 
 def _checkpoint_names(model: Path) -> frozenset[str]:

@@ -110,6 +110,13 @@ class EmulatedLinear(torch.nn.Linear):
         return self.weight.detach()
 
 
+def drop_upcast_weights(model: torch.nn.Module) -> None:
+    """Free the fp32 copies of weights that a model's emulated layers keep; the next use makes them again."""
+    for layer in model.modules():
+        if isinstance(layer, EmulatedLinear):
+            layer._upcast = None
+
+
 class _RoundingLinear(torch.autograd.Function):
     """x [..., in], w [out, in], b [out] or None: fp32; `dtype`: what the inputs of the three matmuls are rounded to."""
 

@@ -179,6 +179,7 @@ class Trainer:
                 stop_token_ids=self.stop_token_ids,
                 seed=self.seed,
             )
+            self.engine.sleep()
         with self._timed("grading"):
             rollouts = grade(
                 problems,
@@ -213,6 +214,7 @@ class Trainer:
                 }
             )
         with self._timed("sync"):
+            self.engine.wake()
             self.engine.load_weights(self.masters.named())
 
     def plan(self, batch: Batch) -> list[Plan]:
