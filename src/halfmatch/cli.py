@@ -10,8 +10,7 @@ from pathlib import Path
 
 from halfmatch import __version__
 from halfmatch.config import Config
-from halfmatch.config_checks import nearest
-from halfmatch.errors import UserError, refusal
+from halfmatch.errors import UserError, nearest, refusal
 from halfmatch.measure import options as measure_options
 from halfmatch.steps import STEPS, run
 

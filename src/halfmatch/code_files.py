@@ -14,7 +14,10 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent
 _PASS_ON = frozenset(
     f"halfmatch{name}"
-    for name in ("", ".cli", ".config", ".config_checks", ".config_files", ".errors", ".paths", ".progress", ".steps")
+    for name in (
+        *("", ".cli", ".config", ".config_checks", ".config_files", ".config_section"),
+        *(".errors", ".paths", ".progress", ".steps"),
+    )
 )
 
 

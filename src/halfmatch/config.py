@@ -10,13 +10,14 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from halfmatch.config_checks import OBJECTIVE_NAMES, cross_check
+from halfmatch.config_checks import cross_check
 from halfmatch.config_limits import unusable
 from halfmatch.config_models import Bootstrap as Bootstrap
 from halfmatch.config_models import Lora as Lora
 from halfmatch.config_models import ModelSource as ModelSource
 from halfmatch.config_section import Name, Probability, Section
 from halfmatch.precision import Fp32Module, Precision
+from halfmatch.rl.objective_rows import OBJECTIVES
 
 Seed = Annotated[int, Field(ge=0, le=2**31 - 1)]
 EngineName = Literal["transformers", "vllm"]
@@ -173,7 +174,7 @@ class Training(Section):
 
     precisions: tuple[Name, ...] = Field(("bf16", "fp16"), min_length=1, description="precisions to train in")
     objectives: tuple[Name, ...] = Field(
-        ("grpo", "pg-seq-is"), min_length=1, description=f"objectives: {', '.join(OBJECTIVE_NAMES)}"
+        ("grpo", "pg-seq-is"), min_length=1, description=f"objectives: {', '.join(OBJECTIVES)}"
     )
     seeds: tuple[Seed, ...] = Field((0, 1), min_length=1, description="seeds")
     iterations: int = Field(60, ge=1, le=1_000_000, description="rounds of sampling and training")

@@ -5,54 +5,20 @@ Every check yields "path: what is wrong" lines, so that a user sees all of them 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
+
+from halfmatch.errors import UserError, nearest
+from halfmatch.rl.objective_rows import OBJECTIVES, named, settings_of
 
 if TYPE_CHECKING:
     from halfmatch.config import Config, ModelSource
     from halfmatch.precision import Precision
 
-# The rows of rl/objectives.py and which of their settings can be changed, named here so that a configuration can be
-# checked without torch; a test compares the two.
-_ANY = ("denominator", "scale_by_std", "kl_coefficient", "kl_estimator", "kl_place")
-_CLIP = ("clip_low", "clip_high", "dual_clip")
-_BOUNDS = ("bound", "bound_low")
-OBJECTIVE_SETTINGS: Mapping[str, tuple[str, ...]] = {
-    "grpo": (*_CLIP, *_ANY),
-    "grpo-token-tis": (*_BOUNDS, *_CLIP, *_ANY),
-    "grpo-seq-mis": (*_BOUNDS, *_CLIP, *_ANY),
-    "gspo": (*_CLIP, *_ANY),
-    "pg": _ANY,
-    "pg-token-is": (*_BOUNDS, *_ANY),
-    "pg-token-tis": (*_BOUNDS, *_ANY),
-    "pg-seq-is": (*_BOUNDS, *_ANY),
-    "pg-seq-tis": (*_BOUNDS, *_ANY),
-    "pg-seq-mis": (*_BOUNDS, *_ANY),
-    "dapo": (*_CLIP, *_ANY),
-    "grpo-dual-clip": (*_CLIP, *_ANY),
-    "cispo": ("clip_low", "clip_high", *_ANY),
-    "icepop": (*_BOUNDS, *_CLIP, *_ANY),
-    "grpo-geo-mask": ("keep_low", "keep_high", *_CLIP, *_ANY),
-    "grpo-k3-mask": ("keep_high", *_CLIP, *_ANY),
-    "dppo-tv": ("limit", *_BOUNDS, *_ANY),
-    "dppo-kl": ("limit", *_BOUNDS, *_ANY),
-    "rloo": _ANY,
-    "reinforce-plus-plus": (*_CLIP, *_ANY),
-}
-OBJECTIVE_NAMES = tuple(OBJECTIVE_SETTINGS)
-
 
 def cross_check(config: Config) -> list[str]:
     """Everything in which the parts of a configuration disagree."""
     return [*_unknown_names(config), *_broken_starts(config.models), *_misnamed_precisions(config.precisions)]
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """How a message ends that names something unknown: the nearest known name, or all of them."""
-    known = sorted(known)
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {close[0]}?" if close else f"known: {', '.join(known) or 'none'}"
 
 
 def _unknown_names(config: Config) -> Iterator[str]:
@@ -67,15 +33,15 @@ def _unknown_names(config: Config) -> Iterator[str]:
         (
             "mismatch.gradient_fidelity.objectives",
             config.mismatch.gradient_fidelity.objectives,
-            OBJECTIVE_NAMES,
+            OBJECTIVES,
             "objective",
         ),
     ]
     if config.training:
         references += [
             ("training.precisions", config.training.precisions, config.precisions, "precision"),
-            ("training.objectives", config.training.objectives, OBJECTIVE_NAMES, "objective"),
-            ("training.objective_settings", config.training.objective_settings, OBJECTIVE_NAMES, "objective"),
+            ("training.objectives", config.training.objectives, OBJECTIVES, "objective"),
+            ("training.objective_settings", config.training.objective_settings, OBJECTIVES, "objective"),
         ]
     if config.evaluation:
         references += [
@@ -95,12 +61,24 @@ def _unknown_names(config: Config) -> Iterator[str]:
     if not config.training:
         return
     for objective, settings in config.training.objective_settings.items():
-        known = OBJECTIVE_SETTINGS.get(objective, tuple(settings))
-        for setting in settings:
-            if setting not in known:
-                yield f"training.objective_settings.{objective}.{setting}: unknown setting; {nearest(setting, known)}"
+        if objective in OBJECTIVES:
+            yield from _bad_settings(objective, settings)
     if len(set(config.training.seeds)) < len(config.training.seeds):
         yield f"training.seeds: a seed stands twice in {list(config.training.seeds)}"
+
+
+def _bad_settings(objective: str, settings: Mapping[str, float | bool | str]) -> Iterator[str]:
+    """Settings that an objective does not have, or else values that it cannot have."""
+    known = settings_of(OBJECTIVES[objective])
+    unknown = [setting for setting in settings if setting not in known]
+    for setting in unknown:
+        yield f"training.objective_settings.{objective}.{setting}: unknown setting; {nearest(setting, known)}"
+    if unknown:
+        return
+    try:
+        named(objective, settings)
+    except UserError as error:
+        yield f"training.{error}"
 
 
 def _broken_starts(models: Mapping[str, ModelSource]) -> Iterator[str]:

@@ -19,8 +19,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from halfmatch.config import Config
-from halfmatch.config_checks import nearest
-from halfmatch.errors import UserError
+from halfmatch.errors import UserError, nearest
 
 WIDTH = 120
 # Values in messages, cut: a few lines of YAML aliases stand for gigabytes.

@@ -1,8 +1,10 @@
-"""The one error that a user can mend."""
+"""The one error that a user can mend, and how its messages end."""
 
 from __future__ import annotations
 
+import difflib
 import errno
+from collections.abc import Iterable
 
 # What an operating system refuses that the user can mend, and how.
 _REMEDIES = {
@@ -32,3 +34,10 @@ def refusal(error: OSError) -> UserError | None:
     if remedy is None:
         return None
     return UserError(f"{error.filename or 'writing'}: {(error.strerror or str(error)).lower()}; {remedy}")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """How a message ends that names something unknown: the nearest known name, or all of them."""
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]}?" if close else f"known: {', '.join(known) or 'none'}"

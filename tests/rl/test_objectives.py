@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfmatch.config_checks import OBJECTIVE_SETTINGS
 from halfmatch.errors import UserError
 from halfmatch.rl.objectives import (
     OBJECTIVES,
@@ -19,7 +18,6 @@ from halfmatch.rl.objectives import (
     override,
     policy_loss,
     reference_kl,
-    settings_of,
 )
 from halfmatch.rl.parts import ClippedRatio, ClippedWeight, DivergenceMask, Objective, PolicyGradient, SequenceRejection
 
@@ -724,12 +722,6 @@ def test_sixteen_bit_log_probs_are_refused():
 
 def test_every_row_says_where_it_comes_from():
     assert all("arXiv" in objective.source or "Williams" in objective.source for objective in OBJECTIVES.values())
-
-
-def test_the_configuration_knows_the_table_and_its_settings():
-    assert list(OBJECTIVE_SETTINGS) == list(OBJECTIVES)
-    for name, objective in OBJECTIVES.items():
-        assert set(OBJECTIVE_SETTINGS[name]) == set(settings_of(objective))
 
 
 def test_settings_change_the_numbers_of_a_row():

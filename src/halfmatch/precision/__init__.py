@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from halfmatch.config_section import Section
 
 if TYPE_CHECKING:
     import torch
@@ -31,10 +33,8 @@ def dtype_name(dtype: torch.dtype) -> DType:
     return next(name for name in get_args(DType) if torch_dtype(name) == dtype)
 
 
-class LossScaling(BaseModel):
+class LossScaling(Section):
     """Dynamic loss scaling as of torch's GradScaler: grow after `growth_interval` finite steps, back off at once."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     initial_scale: float = Field(65536.0, gt=0, description="first scale [paper: 65,536]")
     growth_factor: float = Field(2.0, gt=1, description="multiplies the scale after growth_interval finite steps")
@@ -53,14 +53,12 @@ class LossScaling(BaseModel):
         return self
 
 
-class Precision(BaseModel):
+class Precision(Section):
     """In which number format each part of training and sampling computes.
 
     Master weights, optimizer state, softmax, log-softmax and losses are always float32. `fp32_modules` hold for the
     trainer and for the rollout engine alike. fp16 implies dynamic loss scaling; bf16 and fp32 use none.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     compute: DType = Field(description="matmuls and activations of the trainer")
     rollout: DType = Field(description="what the rollout engine holds and computes in")

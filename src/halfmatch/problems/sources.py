@@ -18,8 +18,7 @@ import pyarrow.ipc
 import pyarrow.parquet
 
 from halfmatch.config import Columns, ProblemSource
-from halfmatch.config_checks import nearest
-from halfmatch.errors import UserError
+from halfmatch.errors import UserError, nearest
 
 RawRow = Mapping[str, Any]
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
-# What a response's reward is compared with, and whose standard deviation the difference can be divided by.
-Baseline = Literal["group-mean", "leave-one-out"]
-StdOver = Literal["group", "batch"]
+from halfmatch.rl.parts import Baseline, StdOver
 
 # Added to a group's standard deviation, as verl does; the paper's own scripts add 1e-8. With rewards of 0 and 1 the
 # difference is below 3e-6 of the advantage.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping
 
-from halfmatch.rl.objectives import OBJECTIVES, settings_of
+from halfmatch.rl.objective_rows import OBJECTIVES, settings_of, value_of
 from halfmatch.rl.parts import ClippedRatio, ClippedWeight, DivergenceMask, Objective, PolicyGradient, SequenceRejection
 
 WIDTH = 120
@@ -51,7 +51,7 @@ def describe(objective: Objective) -> Mapping[str, str]:
             parts["rejection"] = f"tokens whose {distance} is above limit and whose step would raise it"
     parts["denominator"] = f"{objective.denominator}: {_DENOMINATORS[objective.denominator]}"
     parts["advantage"] = _advantage(objective)
-    parts["settings"] = ", ".join(f"{name} {_value(objective, name, owner)}" for name, owner in _ordered(objective))
+    parts["settings"] = ", ".join(f"{name} {_shown(value_of(objective, name))}" for name in _ordered(objective))
     parts["source"] = objective.source
     return parts
 
@@ -73,13 +73,13 @@ def _advantage(objective: Objective) -> str:
     return f"{text}, over the standard deviation of the {objective.std_over}" if objective.scale_by_std else text
 
 
-def _ordered(objective: Objective) -> list[tuple[str, str]]:
-    """What only some objectives have comes first."""
-    return sorted(settings_of(objective).items(), key=lambda setting: setting[1] in ("", "kl"))
+def _ordered(objective: Objective) -> list[str]:
+    """The names of the settings; what only some objectives have comes first."""
+    settings = settings_of(objective)
+    return sorted(settings, key=lambda name: settings[name] in ("", "kl"))
 
 
-def _value(objective: Objective, name: str, owner: str) -> str:
-    value = getattr(getattr(objective, owner) if owner else objective, name)
+def _shown(value: float | bool | str) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return f"{value:g}" if isinstance(value, float) else str(value)

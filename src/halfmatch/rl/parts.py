@@ -1,5 +1,6 @@
 """What an objective is composed of: a surrogate, a correction of μ, a rejection of what is too far from it, an
-advantage and a denominator. What they compute is in halfmatch.rl.objectives, whose notation is used here.
+advantage and a denominator. What they compute is in halfmatch.rl.objectives, whose notation is used here, and in
+halfmatch.rl.advantages. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -8,8 +9,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from halfmatch.rl.advantages import Baseline, StdOver
-
+# What a response's reward is compared with, and whose standard deviation the difference can be divided by.
+Baseline = Literal["group-mean", "leave-one-out"]
+StdOver = Literal["group", "batch"]
 # What one ratio belongs to: a token; a response, by the product of its tokens' ratios; or a response, by their
 # geometric mean, as GSPO does.
 Level = Literal["token", "sequence", "geometric"]
