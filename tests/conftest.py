@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -53,6 +54,40 @@ def tiny_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
     )
     model.generation_config = GenerationConfig(eos_token_id=1, pad_token_id=0)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_moe_folder(tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random float32 Qwen3-MoE (width 64, 2 layers of 8 experts, 2 a token) with the same tokenizer."""
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    folder = tmp_path_factory.mktemp("tiny-moe")
+    shutil.copytree(tiny_model_folder, folder, dirs_exist_ok=True)
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=20,
+            hidden_size=64,
+            intermediate_size=96,
+            moe_intermediate_size=32,
+            num_experts=8,
+            num_experts_per_tok=2,
+            norm_topk_prob=True,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=32,
+            max_position_embeddings=512,
+            tie_word_embeddings=True,
+            initializer_range=0.2,
+            bos_token_id=None,
+            eos_token_id=1,
+            pad_token_id=0,
+        )
+    )
     model.save_pretrained(folder)
     return folder
 

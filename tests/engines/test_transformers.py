@@ -145,8 +145,11 @@ def test_the_mismatch_with_a_full_forward_pass_is_that_of_the_dtype(tiny_model_f
 
 
 # ---------------------------------------------------------------------------------- what a request does not notice
-@pytest.fixture(scope="module", params=["bf16-native", "bf16-emulated", "fp16", "fp32", "bf16-head", "bf16-between"])
-def company(request, tiny_model_folder):
+@pytest.fixture(
+    scope="module",
+    params=["bf16-native", "bf16-emulated", "fp16", "fp32", "bf16-head", "bf16-between", "fp16-moe", "fp32-moe"],
+)
+def company(request, tiny_model_folder, tiny_moe_folder):
     """An engine and what it makes of each request alone."""
     dtype, _, kind = request.param.partition("-")
     changes = {
@@ -154,7 +157,7 @@ def company(request, tiny_model_folder):
         "head": {"fp32_modules": ("lm_head", "norm")},
         "between": {"fp32_modules": ("between_matmuls",)},
     }.get(kind, {"emulate": "always"})
-    engine = engine_of(tiny_model_folder, dtype, **changes)
+    engine = engine_of(tiny_moe_folder if kind == "moe" else tiny_model_folder, dtype, **changes)
     return engine, [generate(engine, [each])[0] for each in REQUESTS]
 
 
@@ -193,6 +196,19 @@ def test_the_global_generators_are_neither_read_nor_moved(company):
 def test_other_seeds_give_other_completions(tiny_model_folder):
     completions = generate(engine_of(tiny_model_folder), [Request((2, 5), seed) for seed in range(20)], stop=())
     assert len({tuple(completion.token_ids) for completion in completions}) == 20
+
+
+def test_an_fp32_router_is_not_rounded(tiny_moe_folder):
+    """As the trainer's is not: the same function casts both."""
+    engine = engine_of(tiny_moe_folder, "bf16", fp32_modules=("router",))
+    stored = AutoModelForCausalLM.from_pretrained(tiny_moe_folder, dtype=torch.float32)
+    for name in ("model.layers.0.mlp.gate.weight", "model.layers.1.mlp.gate.weight"):
+        held = engine._model.get_parameter(name)
+        assert held.dtype == torch.float32
+        assert torch.equal(held, stored.get_parameter(name))
+        assert not torch.equal(held, held.bfloat16().float())
+    assert engine.dtype == "bf16"
+    assert generate(engine, REQUESTS[:2])
 
 
 # ---------------------------------------------------------------------------------------------- stopping, progress

@@ -131,6 +131,12 @@ def test_an_fp32_router_decides_in_fp32():
     logits = model(IDS).logits
     assert logits.dtype == torch.bfloat16
     assert (logits.float() - exact).norm() / exact.norm() < 0.05
+    # What it is given is rounded; what it decides by is not: neither its weights nor its logits.
+    given = torch.randn(2048, 64, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    gate = model.model.layers[0].mlp.gate
+    probabilities = (given.double() @ gate.weight.double().T).softmax(-1)
+    assert torch.equal(gate(given)[2], probabilities.topk(2).indices)
+    assert not torch.equal(gate(given)[2], (given @ gate.weight.bfloat16().T).float().softmax(-1).topk(2).indices)
 
 
 def watched(model, module):

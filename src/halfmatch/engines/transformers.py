@@ -8,8 +8,9 @@ other requests, their order, or the number of slots. On a CPU, with one thread, 
 - attention pads each slot on the right to a multiple of 64 positions and sums block by block, so what other slots need
   in length changes nothing (`halfmatch.precision.attention`);
 - uniform number t of a request's own generator draws its token t.
-On a GPU the kernels that are chosen by shape are not under this module's control: the first and the last point hold.
-Nor does it hold for a mixture of experts in fp32, where an expert's rows are as many as the batch sends it.
+An expert of a mixture gets as many rows as the batch sends it; fewer than 8 are padded too
+(`halfmatch.precision.own_matmuls`). On a GPU the kernels that are chosen by shape are not under this module's control:
+the first and the last point hold.
 """
 
 from __future__ import annotations

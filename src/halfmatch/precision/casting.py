@@ -10,6 +10,7 @@ import torch
 from halfmatch.errors import UserError
 from halfmatch.precision import attention, torch_dtype
 from halfmatch.precision.emulation import EmulatedLinear, RoundingLinear, is_emulated
+from halfmatch.precision.own_matmuls import has_own_matmuls, replace_own_matmuls
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,7 +29,7 @@ def cast_model(
       the embedding rounds its output: the same bits as an embedding in `dtype`.
     - With `between_matmuls` among them all is fp32 and stays so, parameters too; what a Linear layer or attention
       multiplies is rounded to `dtype` when it is, unless that part is in fp32 itself.
-    - Where `is_emulated`, Linear layers become emulated ones.
+    - Where `is_emulated`, Linear layers become emulated ones, and so do the matmuls of routers and experts.
     - Attention becomes `halfmatch.precision.attention` on a CPU, PyTorch's fused kernels elsewhere.
     """
     device = next(model.parameters()).device
@@ -45,6 +46,9 @@ def cast_model(
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.float32 if id(parameter) in kept_parameters else compute)
     _set_attention(model, implementation)
+    emulated = is_emulated(dtype, emulate, str(device))
+    if device.type == "cpu":
+        replace_own_matmuls(model, emulated=emulated, leave=kept)
     if dtype == "fp32":
         return
     for module, name in kept.items():
@@ -58,7 +62,7 @@ def cast_model(
     embedding = model.get_input_embeddings()
     if id(embedding.weight) in kept_parameters:
         embedding.register_forward_hook(_CastOutputs(compute))
-    if is_emulated(dtype, emulate, str(device)):
+    if emulated:
         _replace_linears(model, EmulatedLinear, leave=kept)
 
 
@@ -111,9 +115,7 @@ def _set_attention(model: PreTrainedModel, implementation: str) -> None:
 
 def _refuse_other_matmuls(model: torch.nn.Module) -> None:
     for path, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear | torch.nn.Embedding):
-            continue
-        if any(parameter.ndim > 1 for parameter in module.parameters(recurse=False)):
+        if has_own_matmuls(module):
             raise UserError(
                 f"fp32_modules: between_matmuls: {path} multiplies by its weights in a way of its own, so its inputs "
                 "would not be rounded; this works for models whose matmuls are Linear layers and attention"

@@ -14,6 +14,7 @@ from halfmatch.errors import UserError
 from halfmatch.precision import Precision, torch_dtype
 from halfmatch.precision.casting import modules_in_fp32
 from halfmatch.precision.emulation import EmulatedLinear, RoundingLinear
+from halfmatch.precision.own_matmuls import OwnMatmuls
 
 # Operators that multiply matrices, by the part of their names before the overload.
 MATMULS = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "_grouped_mm", "_scaled_dot_product", "mkldnn_linear")
@@ -32,7 +33,8 @@ def audit_matmuls(model: torch.nn.Module, precision: Precision, input_ids: torch
     for use in _matmul_uses(model, input_ids):
         wanted = expected[use.module]
         has_weights = bool(list(use.module.parameters(recurse=False)))
-        allowed = {wanted, torch.float32} if isinstance(use.module, EmulatedLinear) or not has_weights else {wanted}
+        widens = isinstance(use.module, EmulatedLinear | OwnMatmuls) or not has_weights
+        allowed = {wanted, torch.float32} if widens else {wanted}
         if not use.kernel <= allowed or (has_weights and use.operands != {wanted}):
             names = ", ".join(sorted({str(dtype).removeprefix("torch.") for dtype in use.kernel | use.operands}))
             wrong.append(f"{use.name} computes in {names} instead of {str(wanted).removeprefix('torch.')}")
