@@ -24,7 +24,7 @@ try:
     )
 except UserError as error:
     raise WorkflowError(str(error)) from None
-pipeline.write_file()
+pipeline.write_files()
 
 # The commands of this environment, also without activating it. A prefix replaces Snakemake's own, which is its first line.
 shell.prefix(

@@ -18,9 +18,20 @@ def test_dvc_yaml_is_generated_from_the_default_configuration() -> None:
     assert text == to_dvc_yaml(Config()), "halfmatch config --as stages > dvc.yaml"
 
 
+def test_every_stage_depends_on_the_checksums_of_its_code_and_one_stage_on_the_sources() -> None:
+    stages = yaml.safe_load(to_dvc_yaml(Config()))["stages"]
+    code = stages.pop("code")
+    assert code["deps"] == ["src/halfmatch"]
+    for name, stage in stages.items():
+        rule = stage["cmd"].split("--allowed-rules ")[1].split()[0]
+        assert [dep for dep in stage["deps"] if "/code/" in dep] == [f"${{output}}/code/{rule}.sha256"], name
+        assert set(stage["deps"]) & set(code["outs"]), name
+
+
 def test_cores_and_profiles_stand_in_no_command() -> None:
     """They would be part of a stage's hash: another number of cores would run everything again."""
     stages = yaml.safe_load(to_dvc_yaml(Config()))["stages"]
+    assert "snakemake" not in stages.pop("code")["cmd"]
     for name, stage in stages.items():
         assert stage["cmd"].startswith("snakemake $SMK_ARGS --allowed-rules "), name
 

@@ -102,6 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     traced = add("trace", "say where an artefact came from: step, configuration, inputs, versions, sources", _trace)
     traced.add_argument("artefact", type=Path, help="a file or model folder below an output folder")
     measure_options.add_to(add("measure", measure_options.HELP, _measure, takes_config=False))
+    add("code", "write the checksums of the source files of each step, which its jobs have as an input", _code)
     restore = add(
         "restore", "after `dvc pull` or `dvc checkout`: tell Snakemake that the results are up to date", _restore
     )
@@ -186,6 +187,12 @@ def _measure(options: argparse.Namespace) -> None:
     from halfmatch.measure.measurement import run as measure
 
     print(measure(measure_options.settings(options)))
+
+
+def _code(options: argparse.Namespace) -> None:
+    from halfmatch.pipeline import Pipeline
+
+    Pipeline(_load(options), tuple(options.config)).write_files()
 
 
 def _restore(options: argparse.Namespace) -> None:

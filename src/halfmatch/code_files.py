@@ -1,12 +1,14 @@
 """Which source files a step runs: what it imports from this package, and what that imports, read off the source.
 
-Rules and stages have these files as inputs, so that a changed trainer trains again and a changed figure does not. The
-modules below bring a step its parameters and tell how far it is; what they pass on is compared as parameters.
+Rules and stages have one file with the checksums of these as an input, so that a changed trainer trains again and a
+changed figure does not. The modules below bring a step its parameters and tell how far it is; what they pass on is
+compared as parameters.
 """
 
 from __future__ import annotations
 
 import ast
+import hashlib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -40,13 +42,27 @@ def code_files(step: str) -> tuple[Path, ...]:
     return tuple(sorted(file.relative_to(PACKAGE) for file in files | data))
 
 
+def checksums(step: str) -> str:
+    """The source files of a step, each with its SHA-256, as `sha256sum` writes and checks them from the repository."""
+    lines = (
+        f"{hashlib.sha256((PACKAGE / file).read_bytes()).hexdigest()}  src/halfmatch/{file.as_posix()}\n"
+        for file in code_files(step)
+    )
+    return "".join(lines)
+
+
 def _source(module: str) -> Path:
     path = PACKAGE.joinpath(*module.split(".")[1:])
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
-def _imported(source: Path) -> Iterator[str]:
+@cache
+def _imported(source: Path) -> tuple[str, ...]:
     """The modules of this package that a source file imports, at its top or inside of functions."""
+    return tuple(_walked(source))
+
+
+def _walked(source: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]

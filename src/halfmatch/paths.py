@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-# {problems}, {model}: names in the configuration. {rollout}, {train}: names of precisions. {run}: Run.name below, or
+# {step}: a step of the pipeline. {problems}, {model}: names in the configuration. {rollout}, {train}: names of precisions. {run}: Run.name below, or
 # "initial" for the untrained model.
 LAYOUT: dict[str, str] = {
+    "code": "code/{step}.sha256",
     "problems": "problems/{problems}.parquet",
     "excluded": "problems/{problems}.excluded.parquet",
     "model": "models/{model}",

@@ -10,12 +10,12 @@ from typing import Any
 
 from halfmatch import jobs
 from halfmatch.artifacts import atomic
-from halfmatch.code_files import code_files
+from halfmatch.code_files import checksums
 from halfmatch.config import Config
 from halfmatch.config_files import load, to_yaml
 from halfmatch.errors import UserError
 from halfmatch.paths import Paths
-from halfmatch.steps import parameters
+from halfmatch.steps import STEPS, parameters
 
 DEFAULT_CONFIG = Path("config/config.yaml")
 
@@ -62,12 +62,11 @@ class Pipeline:
     def file(self) -> str:
         return str(self.paths.root / "config.yaml")
 
-    def write_file(self) -> None:
-        """Write the configuration for the jobs, if it is not there or differs."""
-        path, text = Path(self.file), to_yaml(self.config)
-        if not path.is_file() or path.read_text(encoding="utf-8") != text:
-            with atomic(path, "w") as file:
-                file.write(text)
+    def write_files(self) -> None:
+        """Write what jobs read beside artefacts: the configuration, and the checksums of the code of each step."""
+        _write(Path(self.file), to_yaml(self.config))
+        for step in STEPS:
+            _write(Path(self.code(step)), checksums(step))
 
     def pattern(self, artefact: str) -> str:
         """The path of an artefact, with its {wildcards} left in."""
@@ -81,9 +80,9 @@ class Pipeline:
         """Where Snakemake notes a job's time and memory."""
         return f"{self.paths.root}/benchmarks/{step}/{names or step}.tsv"
 
-    def code(self, step: str) -> list[str]:
-        """The source files that a step runs, relative to the repository."""
-        return [f"src/halfmatch/{file}" for file in code_files(step)]
+    def code(self, step: str) -> str:
+        """The file that changes with the source files that a step runs."""
+        return str(self.paths.of("code", step=step))
 
     def parameters(self, step: str) -> Callable[[Any], str]:
         """What of the configuration a job depends on, as a function of its wildcards."""
@@ -122,6 +121,13 @@ class Pipeline:
         """GPUs that a job with a model needs."""
         engine = self.config.engine
         return engine.tensor_parallel * engine.data_parallel if engine.device == "cuda" else 0
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file that is not there or differs; one that says the same keeps its time."""
+    if not path.is_file() or path.read_text(encoding="utf-8") != text:
+        with atomic(path, "w") as file:
+            file.write(text)
 
 
 def _below_here(path: Path) -> Path:

@@ -13,7 +13,6 @@ from typing import Any
 import yaml
 
 from halfmatch import jobs
-from halfmatch.code_files import code_files
 from halfmatch.config import Config, Evaluation
 from halfmatch.paths import LAYOUT
 from halfmatch.steps import STEPS
@@ -46,6 +45,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _stages(config: Config) -> Iterator[tuple[str, Stage]]:
+    yield "code", _code()
     start = config.solvability.model
     problems_of_start = _path("problems", problems=config.solvability.problems)
     for name in jobs.problem_sets(config):
@@ -93,6 +93,12 @@ def _stages(config: Config) -> Iterator[tuple[str, Stage]]:
     reads = [_path("excluded", problems=name) for name in jobs.problem_sets(config)]
     reads += [_path("perfectible"), *(f"${{output}}/{folder}" for folder in report_on), "config/paper.yaml"]
     yield "report", _stage("report", ["headline", "report", "figures"], reads)
+
+
+def _code() -> Stage:
+    """The checksums of the source files of each step: DVC looks at the sources once, and a stage at one small file."""
+    command = f"PYTHONPATH=src python -m halfmatch.cli code --config {PARAMETERS}"
+    return {"cmd": command, "deps": ["src/halfmatch"], "outs": [_path("code", step=step) for step in STEPS]}
 
 
 def _measurements(config: Config, suffix: str, matrix: Mapping[str, Any], **names: str) -> Iterator[tuple[str, Stage]]:
@@ -149,7 +155,7 @@ def _stage(
     stage: Stage = {"matrix": dict(matrix)} if matrix else {}
     outputs = {artefact: _path(artefact, **names) for artefact in writes}
     stage["cmd"] = _command(step, [outputs[writes[0]]])
-    stage["deps"] = [*reads, *(f"src/halfmatch/{file}" for file in code_files(step))]
+    stage["deps"] = [*reads, _path("code", step=step)]
     stage["params"] = [{PARAMETERS: list(_parameter_keys(step, names))}]
     metrics = [path for artefact, path in outputs.items() if artefact != "report" and path.endswith(".json")]
     stage["outs"] = [path for path in outputs.values() if path not in metrics]

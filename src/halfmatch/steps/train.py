@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from halfmatch import artifacts, engines, models, prompts
-from halfmatch.code_files import PACKAGE, code_files
+from halfmatch.code_files import checksums
 from halfmatch.config import Config
 from halfmatch.errors import UserError
 from halfmatch.grading import Grader
@@ -113,12 +112,11 @@ def course(config: Config, source: Mapping[str, Any], run: str) -> dict[str, str
     """Digests of what the course of a run depends on: of all its settings but how many iterations there are."""
     settings = parameters(config, "train", run=run)
     del settings["training.iterations"]
-    code = [hashlib.sha256((PACKAGE / file).read_bytes()).hexdigest() for file in code_files("train")]
     return {
         "settings": digest(settings),
         "model or problems": digest(source["inputs"]),
         "package versions": digest(source["versions"]),
-        "code": digest(code),
+        "code": digest(checksums("train")),
     }
 
 
