@@ -80,6 +80,30 @@ def new_checkout(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ch
     return lambda name: copy_of_repository(tmp_path_factory.mktemp(name))
 
 
+# An empty file for every output of every stage, and a folder with one where it has no suffix.
+STAND_INS = """
+from pathlib import Path
+from dvc.repo import Repo
+for out in Repo().index.outs:
+    path = Path(out.fs_path)
+    file = path if path.suffix else path / "stand-in"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.touch()
+"""
+
+
+@pytest.fixture(scope="session")
+def stand_ins() -> Callable[[Checkout], None]:
+    """Gives a checkout a stand-in of every result, which both tools take for what they made."""
+
+    def make(checkout: Checkout) -> None:
+        checkout.run(sys.executable, "-c", STAND_INS)
+        checkout.run("snakemake", "--touch", "--forceall", "--quiet", "--", "all")
+        checkout.run("dvc", "commit", "--force", "--quiet")
+
+    return make
+
+
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
     """A checkout in which Snakemake ran everything and recorded it for DVC. Tests leave it as it is."""
