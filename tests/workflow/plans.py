@@ -11,8 +11,9 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import dvc.repo
 import snakemake.cli
@@ -21,22 +22,28 @@ from halfmatch.config_files import to_yaml, validate
 from halfmatch.stages import to_dvc_yaml
 
 
-def forked(work: Callable[[], None]) -> str:
-    """What a function prints, run in a process of its own."""
-    with tempfile.TemporaryFile("w+") as printed:
-        child = os.fork()
-        if child == 0:
-            os.dup2(printed.fileno(), 1)
-            try:
-                work()
-            except SystemExit as end:
-                os._exit(int(end.code or 0))
-            finally:
-                sys.stdout.flush()
-                os._exit(0)
-        os.waitpid(child, 0)
-        printed.seek(0)
-        return printed.read()
+def forked(*works: Callable[[], None]) -> list[str]:
+    """What functions print, side by side, each in a process of its own."""
+    with ExitStack() as stack:
+        printed = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in works]
+        children = [start(work, file) for work, file in zip(works, printed, strict=True)]
+        for child in children:
+            os.waitpid(child, 0)
+        for file in printed:
+            file.seek(0)
+        return [file.read() for file in printed]
+
+
+def start(work: Callable[[], None], printed: IO[str]) -> int:
+    child = os.fork()
+    if child:
+        return child
+    os.dup2(printed.fileno(), 1)
+    try:
+        work()
+    finally:
+        sys.stdout.flush()
+        os._exit(0)
 
 
 def summary() -> None:
@@ -57,7 +64,8 @@ def main() -> None:
         config = validate(values, "")
         Path("config/config.yaml").write_text(to_yaml(config), encoding="utf-8")
         Path("dvc.yaml").write_text(to_dvc_yaml(config), encoding="utf-8")
-        found.append({"snakemake": forked(summary), "dvc": json.loads(forked(status))})
+        table, stages = forked(summary, status)
+        found.append({"snakemake": table, "dvc": json.loads(stages)})
     print(json.dumps(found))
 
 
