@@ -3,11 +3,15 @@
 import dataclasses
 import re
 
+import numpy as np
 import pytest
 
-from halfmatch.config import Config
+from halfmatch.config import Config, Training
+from halfmatch.paths import Run
+from halfmatch.precision import Precision
 from halfmatch.report.figures import grid, layers, mismatch, overview, style, training
 from halfmatch.report.numbers import number
+from halfmatch.report.training import TrainingRun
 
 DRAWERS = [
     overview.headline,
@@ -92,6 +96,36 @@ def test_precisions_outside_of_the_grid_have_a_column_of_their_own(crossed):
     assert [label.get_text() for label in drawing.figure.axes[0].get_xticklabels()] == ["BF16", "as the\nengine"]
     assert [label.get_text() for label in drawing.figure.axes[0].get_yticklabels()] == ["BF16", "FP16"]
     assert len(drawing.figure.axes[0].texts) == 2
+
+
+def test_the_grid_shows_what_training_in_each_pair_reached(crossed):
+    """Six iterations are a running mean of six; of two seeds the mean and the extremes."""
+    precisions = {
+        **crossed.config.precisions,
+        "fp16-bf16": Precision(compute="fp16", rollout="bf16"),
+        "bf16-head": Precision(compute="bf16", rollout="bf16", fp32_modules=("lm_head",)),
+    }
+    training_ = Training(precisions=("fp16-bf16", "bf16-head", "fp16"), objectives=("grpo",), iterations=6)
+    solvability = crossed.config.solvability.model_copy(update={"model": "gain16"})
+    config = crossed.config.model_copy(
+        update={"precisions": precisions, "training": training_, "solvability": solvability}
+    )
+    runs = [
+        TrainingRun(Run(precision, "grpo", seed), 6, 6, {"reward": np.full(6, reward)}, [])
+        for precision, rewards in {"fp16-bf16": (0.3, 0.5), "bf16-head": (0.1, 0.2)}.items()
+        for seed, reward in enumerate(rewards)
+    ]
+    drawing, _ = drawn(grid.heat_maps, dataclasses.replace(crossed, config=config, runs=runs))
+    (words,) = drawing.figure.axes[2].texts  # a head in fp32 is no pair of the grid, and fp16 was not trained
+    assert words.get_position() == (1.5, 0.5), "trainer fp16, engine bf16"
+    assert words.get_text() == "0.40\n[0.30, 0.50]"
+    assert "engine in BF16 and the trainer in FP16: reward 0.400" in drawing.alt
+    assert "last 10 of 6 iterations and over 2 seeds" in drawing.caption
+    assert "no confidence interval" in drawing.caption
+
+    elsewhere = config.model_copy(update={"solvability": solvability.model_copy(update={"model": "gain48"})})
+    drawing, _ = drawn(grid.heat_maps, dataclasses.replace(crossed, config=elsewhere, runs=runs))
+    assert not drawing.figure.axes[2].texts, "another model was trained"
 
 
 def test_errors_by_layer_are_drawn_and_said(traced):
