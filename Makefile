@@ -18,8 +18,10 @@ INSTALLED := $(VENV)/.installed-$(basename $(notdir $(LOCK)))
 BIN := $(abspath $(VENV))/bin
 export PATH := $(BIN):$(PATH)
 
-# Problems of the SmolLM2 run: from local files where they lie beside the repository, else from the hub.
+# Problems of the SmolLM2 run: from local files where they lie beside the repository, else from the hub. With vLLM it
+# samples with both engines.
 SMOLLM2 := config/smollm2.yaml $(if $(wildcard ../shared/data/math500.parquet),config/smollm2-files.yaml)
+SMOLLM2 += $(if $(VLLM),config/smollm2-vllm.yaml)
 
 .PHONY: demo test smollm2 environment restore generated audit clean
 

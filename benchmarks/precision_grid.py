@@ -1,13 +1,14 @@
-"""The precision grid with its cost: what a finished run of config/grid.yaml measured, beside the seconds that each
-precision takes.
+"""The precision grid with its cost: what a finished run of config/grid.yaml measured, beside the time and the memory
+that each precision takes.
 
     snakemake --configfile config/grid.yaml
-    python benchmarks/precision_grid.py [--config config/grid.yaml] [--model gain320]
+    python benchmarks/precision_grid.py [--config config/grid.yaml] [--models gain16 gain320]
 
 Timings are no artefacts, so the pipeline keeps none; they are measured here, in one process and one thread: decoding of
 a batch and a forward and backward pass of the same tokens, in every precision in turn and several times over, as the
 smallest CPU time (on a GPU: wall time). On a CPU without 16-bit units a 16-bit matmul is an emulated one: what it costs
-there says nothing of a GPU. Prints Markdown. Needs halfmatch installed.
+there says nothing of a GPU. Memory is counted and not sampled: the weights that the engine holds, and what the training
+pass keeps for its backward pass. Prints Markdown. Needs halfmatch installed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -36,51 +38,85 @@ RESPONSES = 64
 TOKENS = 64
 ROUNDS = 5
 LAST_ITERATIONS = 5
+MEGABYTE = 1e6
 
 
-def decoding(config: Config, folder: Path, precision: Precision) -> Callable[[], None]:
-    engine = engines.create("transformers", folder, precision, config.engine)
-    requests = [Request((2, 3), seed) for seed in range(RESPONSES)]
-    sampling = Sampling(max_tokens=TOKENS)
+@dataclass(frozen=True)
+class Cost:
+    """Of decoding a batch of RESPONSES × TOKENS tokens, and of a forward and backward pass over it."""
 
-    def run() -> None:
-        engine.generate(requests, sampling, stop_token_ids=())
-
-    return run
-
-
-def training(config: Config, folder: Path, precision: Precision) -> Callable[[], None]:
-    model = models.load(folder, torch.float32).to(config.engine.device)
-    cast_model(model, precision.compute, precision.fp32_modules, precision.emulate)
-    model.requires_grad_(True)
-    tokens = np.random.default_rng(0).integers(2, 12, (RESPONSES, TOKENS)).tolist()
-    batch = collate([[2, 3]] * RESPONSES, tokens, stop_token_ids=()).to(config.engine.device)
-
-    def run() -> None:
-        token_logprobs(model, batch)[0].sum().backward()
-        model.zero_grad()
-
-    return run
+    decoding_s: float
+    training_s: float
+    weights_bytes: int  # that the engine holds
+    kept_bytes: int  # for the backward pass, without the weights
 
 
-def seconds(config: Config, folder: Path) -> dict[str, tuple[float, float]]:
-    """Of decoding and of training a batch, by precision: the smallest of ROUNDS, after one to warm up."""
+class _Bench:
+    """Both sides of one precision, ready to run again and again."""
+
+    def __init__(self, config: Config, folder: Path, precision: Precision):
+        self._engine = engines.create("transformers", folder, precision, config.engine)
+        self._requests = [Request((2, 3), seed) for seed in range(RESPONSES)]
+        self.model = models.load(folder, torch.float32).to(config.engine.device)
+        cast_model(self.model, precision.compute, precision.fp32_modules, precision.emulate)
+        self.model.requires_grad_(True)
+        tokens = np.random.default_rng(0).integers(2, 12, (RESPONSES, TOKENS)).tolist()
+        self._batch = collate([[2, 3]] * RESPONSES, tokens, stop_token_ids=()).to(config.engine.device)
+
+    def decode(self) -> None:
+        self._engine.generate(self._requests, Sampling(max_tokens=TOKENS), stop_token_ids=())
+
+    def train(self) -> None:
+        token_logprobs(self.model, self._batch)[0].sum().backward()
+        self.model.zero_grad()
+
+    def weights_bytes(self) -> int:
+        """Of a model that holds what the engine holds: both sides of these precisions round alike."""
+        return sum(_storages(self.model.parameters()).values())
+
+    def kept_bytes(self) -> int:
+        kept: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            kept.update(_storages([tensor]))
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            total = token_logprobs(self.model, self._batch)[0].sum()
+        weights = _storages(self.model.parameters())
+        del total
+        return sum(size for place, size in kept.items() if place not in weights)
+
+
+def _storages(tensors: Iterator[torch.Tensor] | list[torch.Tensor]) -> dict[int, int]:
+    """Bytes of the memory behind tensors, by where it lies; what two of them share is there once."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
+
+
+def costs(config: Config, folder: Path) -> dict[str, Cost]:
+    """By precision that is the same on both sides; times are the smallest of ROUNDS, after one to warm up."""
     torch.set_num_threads(1)
     clock = time.process_time if config.engine.device == "cpu" else _synchronised
-    runs = {
-        name: (decoding(config, folder, precision), training(config, folder, precision))
+    benches = {
+        name: _Bench(config, folder, precision)
         for name, precision in config.precisions.items()
         if precision.compute == precision.rollout
     }
-    best = {name: [np.inf, np.inf] for name in runs}
+    best = {name: [np.inf, np.inf] for name in benches}
     for number_ in range(ROUNDS + 1):
-        for name, pair in runs.items():
-            for kind, run in enumerate(pair):
-                start = clock()
-                run()
+        for name, bench in benches.items():
+            for kind, run in enumerate((bench.decode, bench.train)):
+                seconds = _timed(run, clock)
                 if number_:
-                    best[name][kind] = min(best[name][kind], clock() - start)
-    return {name: (pair[0], pair[1]) for name, pair in best.items()}
+                    best[name][kind] = min(best[name][kind], seconds)
+    return {name: Cost(*best[name], bench.weights_bytes(), bench.kept_bytes()) for name, bench in benches.items()}
+
+
+def _timed(run: Callable[[], None], clock: Callable[[], float]) -> float:
+    start = clock()
+    run()
+    return clock() - start
 
 
 def _synchronised() -> float:
@@ -88,24 +124,28 @@ def _synchronised() -> float:
     return time.perf_counter()
 
 
-def offline(config: Config, model: str, cost: dict[str, tuple[float, float]]) -> Iterator[str]:
+def offline(config: Config, model: str, cost: dict[str, Cost]) -> Iterator[str]:
+    """A row a pair: what was measured, and the cost of its engine and of its trainer as shares of fp32's."""
     paths, fp32 = Paths(Path(config.output)), cost["fp32"]
     objectives = config.mismatch.gradient_fidelity.objectives
     yield (
         f"| engine | trainer | k3 (nats a token) | ESS/N | {' | '.join(f'cosine, {name}' for name in objectives)} "
-        "| decoding | training |"
+        "| decoding, time | weights | training, time | kept for backward |"
     )
-    yield f"|{'---|' * (6 + len(objectives))}"
+    yield f"|{'---|' * (8 + len(objectives))}"
     for job in jobs.jobs(config, "mismatch"):
         if job["model"] != model:
             continue
         metrics = artifacts.read_json(paths.of("mismatch", **job))["metrics"]
         fidelity = artifacts.read_json(paths.of("fidelity", **job))["objectives"]
+        engine, trainer = cost[job["rollout"]], cost[job["train"]]
         numbers = [
             *(with_interval(estimate(metrics[name]), 2) for name in ("k3", "ess_share")),
             *(with_interval(estimate(fidelity[name]["cosine"]), 2) for name in objectives),
-            number(cost[job["rollout"]][0] / fp32[0], 2),
-            number(cost[job["train"]][1] / fp32[1], 2),
+            number(engine.decoding_s / fp32.decoding_s, 2),
+            number(engine.weights_bytes / fp32.weights_bytes, 2),
+            number(trainer.training_s / fp32.training_s, 2),
+            number(trainer.kept_bytes / fp32.kept_bytes, 2),
         ]
         yield f"| {job['rollout']} | {job['train']} | {' | '.join(numbers)} |"
 
@@ -113,7 +153,7 @@ def offline(config: Config, model: str, cost: dict[str, tuple[float, float]]) ->
 def trained(config: Config) -> Iterator[str]:
     assert config.training is not None
     paths, last = Paths(Path(config.output)), LAST_ITERATIONS
-    yield f"| precision (trainer-engine) | objective | reward, last {last} iterations, by seed | k3 at the start |"
+    yield f"| precision (trainer-engine) | objective | reward, last {last} iterations, by seed | k3, first {last} |"
     yield "|---|---|---|---|"
     for name in config.training.precisions:
         for objective in config.training.objectives:
@@ -128,21 +168,28 @@ def trained(config: Config) -> Iterator[str]:
             yield f"| {name} | {objective} | {words} | {number(float(start), 2)} |"
 
 
+def tables(config: Config, names: list[str]) -> Iterator[str]:
+    """All of it as Markdown; the cost is that of the first model, whose shapes the others share."""
+    cost = costs(config, Paths(Path(config.output)).of("model", model=names[0]))
+    decoding_s, training_s, weights, kept = astuple(cost["fp32"])
+    per_token = 1e6 / (RESPONSES * TOKENS)
+    yield (
+        f"Time and memory are shares of fp32's: decoding {decoding_s * per_token:.3g} µs a token, "
+        f"{weights / MEGABYTE:.3g} MB of weights in the engine, forward and backward pass {training_s * per_token:.3g} "
+        f"µs a token, of which {kept / (RESPONSES * TOKENS):,.0f} bytes are kept for the backward pass."
+    )
+    for name in names:
+        yield from ("", f"## {name}", "", *offline(config, name, cost))
+    if config.training:
+        yield from ("", "## Trainings", "", *trained(config))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", nargs="+", type=Path, default=[Path("config/grid.yaml")])
-    parser.add_argument("--model", default="gain320", help="model whose numbers are shown")
+    parser.add_argument("--models", nargs="+", default=["gain16", "gain320"], help="models whose numbers are shown")
     options = parser.parse_args()
-    config = load(options.config)
-    cost = seconds(config, Paths(Path(config.output)).of("model", model=options.model))
-    per_token = 1e6 / (RESPONSES * TOKENS)
-    print(
-        f"Cost relative to fp32: decoding {cost['fp32'][0] * per_token:.0f} µs a token, forward and backward pass "
-        f"{cost['fp32'][1] * per_token:.0f} µs a token.\n"
-    )
-    print(*offline(config, options.model, cost), sep="\n")
-    if config.training:
-        print("", *trained(config), sep="\n")
+    print(*tables(load(options.config), options.models), sep="\n")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ CONFIGURATIONS = {
     "config/paper.yaml": ("config/paper.yaml",),
     "config/released.yaml": ("config/released.yaml",),
     "config/smollm2.yaml": ("config/smollm2.yaml",),
+    "config/smollm2-vllm.yaml": ("config/smollm2.yaml", "config/smollm2-vllm.yaml"),
     "config/smollm2-files.yaml": ("config/smollm2.yaml", "config/smollm2-files.yaml"),
 }
 

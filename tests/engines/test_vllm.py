@@ -293,6 +293,19 @@ def test_an_fp32_head_is_not_rounded_and_follows_the_weights(tiny_model_folder: 
     engine.close()
 
 
+def test_prompts_that_fill_more_than_a_step_wait_for_the_next(tiny_model_folder: Path) -> None:
+    """vLLM computes 4,096 tokens of prompts in a step here. One that it cut in two would be a request whose generator
+    has to be moved back."""
+    engine = VllmEngine(tiny_model_folder, Precision.named("fp32"), SETTINGS.model_copy(update={"slots": 16}))
+    requests = [
+        Request(tuple(2 + (place * (3 + index)) % 18 for place in range(400)), 500 + index) for index in range(16)
+    ]
+    together = numbers(engine.generate(requests, Sampling(max_tokens=4), stop_token_ids=[]))
+    last = numbers(engine.generate(requests[-1:], Sampling(max_tokens=4), stop_token_ids=[]))
+    engine.close()
+    assert together[-1:] == last
+
+
 def test_memory_does_not_grow_with_weight_updates(tmp_path: Path) -> None:
     """20 updates of a model of 40 MB: one copy a update left behind would be 800 MB."""
     from transformers import Qwen2Config, Qwen2ForCausalLM

@@ -23,6 +23,7 @@ SAMPLES = 4
 # KL a token by model and dtype: d is normal noise of variance 2k and mean −k, so E[e^d] = 1 and the σ law holds.
 KL = {"gain16": 8e-4, "gain120": 3e-2}
 DTYPE = {"bf16": 1.0, "fp16": 1 / 60, "fp32": 1e-7}
+ENGINE = {"transformers": 1.0, "vllm": 1.5}
 COSINES = {"pg": (0.95, 0.9995), "pg-seq-is": (0.6, 0.99), "grpo-token-tis": (0.85, 0.999)}
 
 
@@ -70,7 +71,7 @@ def source(config: Config, step: str, **names: str) -> dict[str, Any]:
 
 def write_mismatch(config: Config, job: dict[str, str]) -> None:
     paths = Paths(Path(config.output))
-    kl = KL[job["model"]] * DTYPE[job["train"]]
+    kl = KL[job["model"]] * DTYPE[job["train"]] * ENGINE[job["engine"]]
     rng = np.random.default_rng([len(job["model"]), *job["train"].encode()])
 
     def rows() -> Iterator[dict[str, Any]]:
@@ -90,7 +91,7 @@ def write_mismatch(config: Config, job: dict[str, str]) -> None:
     path = paths.of("scores", **job)
     artifacts.write(path, "scores", rows(), source(config, "scores", **job))
     rollouts = {name: job[name] for name in ("model", "problems", "engine", "rollout")}
-    engine = {"name": "transformers", "dtype": job["rollout"], "emulated": True}
+    engine = {"name": job["engine"], "dtype": job["rollout"], "emulated": True}
     artifacts.write(
         paths.of("rollouts", **rollouts),
         "completions",
@@ -289,6 +290,16 @@ def crossed(tmp_path_factory: pytest.TempPathFactory) -> Results:
     for job in jobs.jobs(config, "mismatch"):
         write_mismatch(config, job)
     return collect(config)
+
+
+@pytest.fixture(scope="session")
+def two_engines(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """One model in two precisions, sampled from by two engines; treat its artefacts as read-only."""
+    config = make_config(tmp_path_factory.mktemp("two-engines"), training=None, evaluation=None)
+    mismatch = config.mismatch.model_copy(update={"models": ("gain16",), "engines": ("transformers", "vllm")})
+    config = config.model_copy(update={"mismatch": mismatch})
+    write_all(config)
+    return config
 
 
 @pytest.fixture(scope="session")

@@ -352,6 +352,9 @@ def _platform_settings(model: Path, dtype: DType, settings: EngineSettings) -> d
         return {
             # Compiling for a CPU takes minutes and no run here lasts long enough to win them back.
             "enforce_eager": True,
+            # A prompt is prefilled in one step: where it is cut, vLLM moves the offset of the request's generator back,
+            # which generators on a CPU do not have.
+            "enable_chunked_prefill": False,
             "kv_cache_memory_bytes": cpu_cache_bytes(
                 token_bytes, context, settings.slots, settings.gpu_memory, available
             ),

@@ -22,17 +22,20 @@ def prepare(
     start: Path | None = None,
     seed: int = 0,
     progress: Callable[[int, str], None] | None = None,
+    device: str = "cpu",
 ) -> None:
     """Write a checked model folder; it appears, in place of an older one, when it is complete.
 
     start: the folder of the model that `source.bootstrap.start` names. seed: of a bootstrapped model's weights and
-    demonstrations. progress: told of every optimizer step of a bootstrapped model.
+    demonstrations. progress: told of every optimizer step of a bootstrapped model. device: where that is trained.
     """
     from halfmatch.models import bootstrap, sources
 
     with staged(Path(folder)) as staging:
         if source.source == "bootstrap" and source.bootstrap is not None:
-            bootstrap.write_bootstrapped(source.bootstrap, staging, start=start, seed=seed, progress=progress)
+            bootstrap.write_bootstrapped(
+                source.bootstrap, staging, start=start, seed=seed, progress=progress, device=device
+            )
         elif source.source == "hub":
             sources.write_from_hub(source, staging)
         elif source.source == "folder":

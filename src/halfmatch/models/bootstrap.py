@@ -99,14 +99,17 @@ def write_bootstrapped(
     start: Path | None,
     seed: int,
     progress: Callable[[int, str], None] | None = None,
+    device: str = "cpu",
 ) -> None:
     """Train the tiny model and write it, with its tokenizer, to a folder. One thread, so that the bits repeat.
 
     start: the folder of the model whose weights to continue from (`bootstrap.start`). progress: told of every step.
+    device: where it is trained; demonstrations and first weights are the same on any.
     """
     torch.set_num_threads(1)
     model = _initial(bootstrap, seed) if start is None else _continued(bootstrap, start)
-    _train(model, bootstrap, seed, progress)
+    _train(model.to(device), bootstrap, seed, progress)
+    model.to("cpu")
     model.generation_config = GenerationConfig(eos_token_id=TOKEN_IDS[EOS], pad_token_id=TOKEN_IDS[PAD])
     save(model, make_tokenizer(), folder)
 
@@ -157,7 +160,8 @@ def _train(
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, bootstrap.steps))
     model.train()
     for _ in range(bootstrap.steps):
-        loss = imitation_loss(model, *demonstrations.draw(bootstrap.batch_size, generator))
+        ids, lengths = demonstrations.draw(bootstrap.batch_size, generator)
+        loss = imitation_loss(model, ids.to(model.device), lengths.to(model.device))
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
@@ -176,7 +180,7 @@ def _rate(step: int, steps: int) -> float:
 
 def imitation_loss(model: torch.nn.Module, input_ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """Weighted mean cross-entropy of the response tokens, in nats. input_ids [B, T], lengths [B]."""
-    position = torch.arange(1, input_ids.shape[1])  # of the predicted token
+    position = torch.arange(1, input_ids.shape[1], device=input_ids.device)  # of the predicted token
     is_response = (position >= PROMPT_TOKENS) & (position < lengths[:, None])
     is_answer = is_response & (position >= lengths[:, None] - ANSWER_TOKENS - 1) & (position < lengths[:, None] - 1)
     targets = torch.where(is_response, input_ids[:, 1:], _IGNORED)

@@ -1,0 +1,77 @@
+"""The benchmarks that are part of what a user runs."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+REPOSITORY = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def gpu_check(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
+    return importlib.import_module("gpu_check")
+
+
+def test_the_gpu_check_is_of_a_model_of_a_useful_size(gpu_check: ModuleType, tmp_path: Path) -> None:
+    from halfmatch import jobs
+    from halfmatch.models.bootstrap import _initial
+
+    config = gpu_check.configuration(tmp_path, tiny=False, device="cuda")
+    assert jobs.model_names(config) == ["usual-logits", "large-logits"]
+    with torch.device("meta"):
+        model = _initial(config.models["usual-logits"].bootstrap, seed=0)
+    assert 50e6 < sum(parameter.numel() for parameter in model.parameters()) < 500e6
+    pairs = {(job["rollout"], job["train"]) for job in jobs.jobs(config, "fidelity")}
+    assert {(one, other) for one in ("bf16", "fp16", "fp32") for other in ("bf16", "fp16", "fp32")} < pairs
+
+
+def test_what_the_backward_pass_keeps_is_half_in_sixteen_bits(
+    gpu_check: ModuleType, tiny_model_folder: Path, tmp_path: Path
+) -> None:
+    import precision_grid
+
+    from halfmatch.precision import Precision
+
+    config = gpu_check.configuration(tmp_path, tiny=True, device="cpu")
+    kept = {}
+    for dtype in ("bf16", "fp32"):
+        bench = precision_grid._Bench(config, tiny_model_folder, Precision.named(dtype, emulate="always"))
+        kept[dtype] = bench.kept_bytes()
+        assert bench.weights_bytes() == sum(
+            parameter.numel() * parameter.element_size() for parameter in bench.model.parameters()
+        )
+    assert 0.5 <= kept["bf16"] / kept["fp32"] < 0.8, "softmax and losses are fp32 in both"
+
+
+@pytest.mark.slow
+def test_the_gpu_check_runs_on_a_cpu_with_a_tiny_model(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [REPOSITORY / "scripts/gpu_check.sh", "--tiny", "--output", tmp_path / "out", "--results", tmp_path / "steps"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    folder = tmp_path / "out/cpu-tiny"
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    for name in ("headline", "grid", "gradient-fidelity"):
+        assert f"({name}.png)" in text
+        assert (folder / f"{name}.png").stat().st_size > 0
+    for row in ("| bf16 | fp16 |", "| fp32 | bf16 |", "| bf16-lm-head | bf16-lm-head |"):
+        assert text.count(row) == 2, "once for each of the two models"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here, and the check would run on it")
+def test_without_a_gpu_it_says_so() -> None:
+    done = subprocess.run([REPOSITORY / "scripts/gpu_check.sh"], stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2
+    assert "--tiny" in done.stderr
