@@ -6,7 +6,8 @@ Importing this module does not import torch or vLLM; `create` imports the engine
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -14,8 +15,9 @@ from halfmatch.errors import UserError
 
 if TYPE_CHECKING:
     import torch
+    from numpy.typing import NDArray
 
-    from halfmatch.config import EngineSettings, Sampling
+    from halfmatch.config import EngineSettings, Lora, Sampling
     from halfmatch.precision import DType, Precision
 
 
@@ -32,12 +34,14 @@ class Completion:
     """One sampled response: token ids (EOS included) and the log-prob in nats of each.
 
     The log-probs are of the distribution that was sampled from: after temperature and nucleus, from logits rounded to
-    the rollout dtype.
+    the rollout dtype. `routing`, where it was asked for: the experts that each position took, of the prompt and of all
+    sampled tokens but the last, which no forward pass has seen: [positions, layers, k] int16.
     """
 
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: Literal["stop", "length"]
+    routing: NDArray[Any] | None = field(default=None, compare=False, repr=False)
 
 
 class NonFiniteError(UserError):
@@ -56,7 +60,10 @@ class Engine(Protocol):
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Replace the weights (Hugging Face names), rounding them to `dtype`, and drop every cache."""
+        """Replace the weights (Hugging Face names), rounding them to `dtype`, and drop every cache.
+
+        An engine that was made with an adapter keeps its weights and takes the adapter's (names as in the trainer).
+        """
         ...
 
     def generate(
@@ -87,8 +94,22 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
-def create(name: str, model: Path, precision: Precision, settings: EngineSettings) -> Engine:
-    """Start an engine on a model folder. It samples in `precision.rollout`, with `precision.fp32_modules` in fp32."""
+def create(
+    name: str,
+    model: Path,
+    precision: Precision,
+    settings: EngineSettings,
+    *,
+    adapter: Lora | None = None,
+    record_routing: bool = False,
+) -> Engine:
+    """Start an engine on a model folder. It samples in `precision.rollout`, with `precision.fp32_modules` in fp32.
+
+    adapter: compute a LoRA adapter beside the weights, unmerged. record_routing: say which experts a completion took;
+    the transformers engine alone does (vLLM can on GPUs, by enable_return_routed_experts, which is not used here).
+    """
+    if record_routing and name != "transformers":
+        raise UserError(f"training.router_replay: the engine {name} does not give its routing; use transformers")
     if name == "vllm" and settings.server:
         from halfmatch.engines.server import ServerEngine
 
@@ -96,13 +117,14 @@ def create(name: str, model: Path, precision: Precision, settings: EngineSetting
     if settings.data_parallel > 1:
         from halfmatch.engines.replicas import ReplicatedEngine
 
-        return ReplicatedEngine(create, name, model, precision, settings)
+        start = partial(create, adapter=adapter, record_routing=record_routing)
+        return ReplicatedEngine(start, name, model, precision, settings)
     if name == "transformers":
         from halfmatch.engines.transformers import TransformersEngine
 
-        return TransformersEngine(model, precision, settings)
+        return TransformersEngine(model, precision, settings, adapter=adapter, record_routing=record_routing)
     if name == "vllm":
         from halfmatch.engines.vllm import VllmEngine
 
-        return VllmEngine(model, precision, settings)
+        return VllmEngine(model, precision, settings, adapter=adapter)
     raise ValueError(f"unknown engine {name!r}; known: transformers, vllm")

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from numpy.typing import NDArray
 
 from halfmatch.config import Sampling
 from halfmatch.engines import Completion, NonFiniteError, Request
 from halfmatch.engines.cache import PromptCache, SlotCache
 from halfmatch.engines.sampling import draw, log_distribution
+from halfmatch.models.routing import recorded
 from halfmatch.precision import dtype_name
 from halfmatch.precision.attention import BLOCK
 from halfmatch.seeds import uniforms
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
+
+    from halfmatch.models.routing import Recorder
 
 ROWS = 8  # a step computes on a multiple of so many rows
 
@@ -26,7 +30,8 @@ class Decoding:
     """The state of one `generate`: sequences 0 … active-1 are decoded together, each in the slot of its number.
 
     Of a slot: `_positions` where the token to be fed next stands, `_counts` how many tokens were sampled, `_tokens` and
-    `_logprobs` [rows, max_tokens] those, `_uniforms` [rows, max_tokens] what they are drawn with.
+    `_logprobs` [rows, max_tokens] those, `_uniforms` [rows, max_tokens] what they are drawn with, `_routing` the
+    experts that its positions took, [positions, layers, k] piece by piece, where a recorder is given.
     """
 
     def __init__(
@@ -37,6 +42,7 @@ class Decoding:
         stop_token_ids: Sequence[int],
         slots: int,
         progress: Callable[[int], None] | None,
+        recorder: Recorder | None = None,
     ):
         self._model, self._requests, self._sampling, self._progress = model, requests, sampling, progress
         # Requests with the same prompt follow each other, so that one prompt's cache at a time is enough.
@@ -58,9 +64,12 @@ class Decoding:
         self._tokens = torch.zeros(shape, dtype=torch.int64, device=device)
         self._logprobs = torch.zeros(shape, dtype=torch.float32, device=device)
         self._uniforms = torch.zeros(shape, dtype=torch.float64, device=device)
+        self._recorder = recorder
+        self._routing: list[list[torch.Tensor]] = [[] for _ in range(rows)]
         self._prompt: tuple[int, ...] | None = None
         self._prompt_cache = PromptCache()
         self._prompt_logits = torch.empty(0)
+        self._prompt_routing: list[torch.Tensor] = []
         self._cache: SlotCache | None = None
 
     def run(self) -> list[Completion]:
@@ -85,6 +94,7 @@ class Decoding:
             self._request_of[slot] = index
             self._positions[slot] = len(request.prompt_ids) - 1
             self._counts[slot] = 0
+            self._routing[slot] = list(self._prompt_routing)
             self._uniforms[slot] = torch.from_numpy(uniforms(request.seed, self._sampling.max_tokens))
             self._active += 1
             logits.append(self._prompt_logits)
@@ -99,6 +109,7 @@ class Decoding:
             positions = torch.arange(length, device=self._device)[None]
             causal = torch.ones(1, 1, length, length, dtype=torch.bool, device=self._device).tril_()
             self._prompt_logits = self._forward(tokens, positions, causal, self._prompt_cache)
+            self._prompt_routing = [self._recorder.take()] if self._recorder else []
         if self._cache is None:
             longest = max(len(request.prompt_ids) for request in self._requests) + self._sampling.max_tokens
             # On a CPU attention computes in fp32: upcast once, when stored, and not at every step.
@@ -116,7 +127,11 @@ class Decoding:
         seen = _round_up(int(positions.max()) + 1, BLOCK)
         self._cache.begin_step(positions, seen)
         mask = torch.arange(seen, device=self._device) <= positions[:, None]
-        return self._forward(tokens, positions[:, None], mask[:, None, None], self._cache)[: self._active]
+        logits = self._forward(tokens, positions[:, None], mask[:, None, None], self._cache)[: self._active]
+        if self._recorder:
+            for pieces, chosen in zip(self._routing, self._recorder.take()[: self._active], strict=False):
+                pieces.append(chosen[None])
+        return logits
 
     def _forward(self, tokens: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, cache: Cache) -> torch.Tensor:
         """Logits [B, V] behind the last of `tokens` [B, T]; a 4-D mask is taken by the model as it is."""
@@ -170,6 +185,7 @@ class Decoding:
                 token_ids=self._tokens[slot, :count].tolist(),
                 logprobs=self._logprobs[slot, :count].tolist(),
                 finish_reason="stop" if stopped[slot] else "length",
+                routing=torch.cat(self._routing[slot]).cpu().numpy() if self._recorder else None,
             )
             self._active -= 1
             if slot != self._active:
@@ -180,7 +196,7 @@ class Decoding:
     def _move(self, source: int, target: int) -> None:
         assert self._cache is not None
         self._cache.move(source, target, int(self._positions[source]))
-        self._request_of[target] = self._request_of[source]
+        self._request_of[target], self._routing[target] = self._request_of[source], self._routing[source]
         for state in (self._positions, self._counts, self._tokens, self._logprobs, self._uniforms):
             state[target] = state[source]
 
@@ -188,9 +204,17 @@ class Decoding:
 class _ForcedDecoding(Decoding):
     """Decoding of one request that is given its tokens."""
 
-    def __init__(self, model: PreTrainedModel, prompt_ids: Sequence[int], token_ids: Sequence[int], temperature: float):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        prompt_ids: Sequence[int],
+        token_ids: Sequence[int],
+        temperature: float,
+        recorder: Recorder | None = None,
+    ):
         sampling = Sampling(temperature=temperature, max_tokens=len(token_ids))
-        super().__init__(model, [Request(tuple(prompt_ids), seed=0)], sampling, (), slots=1, progress=None)
+        request = Request(tuple(prompt_ids), seed=0)
+        super().__init__(model, [request], sampling, (), slots=1, progress=None, recorder=recorder)
         self._forced = torch.tensor(token_ids, device=model.device)
 
     def _draw(self, logprobs: torch.Tensor, slots: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -203,6 +227,15 @@ def forced_logprobs(
 ) -> list[float]:
     """What the engine says of a response that is given: the log-probs that it has where it samples these tokens."""
     return _ForcedDecoding(model, prompt_ids, token_ids, temperature).run()[0].logprobs
+
+
+@torch.inference_mode()
+def forced_routing(model: PreTrainedModel, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> NDArray[Any]:
+    """The experts that the engine takes for a response that is given: as `Completion.routing`."""
+    with recorded(model) as recorder:
+        found = _ForcedDecoding(model, prompt_ids, token_ids, 1.0, recorder).run()[0].routing
+    assert found is not None
+    return found
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,12 +28,13 @@ from halfmatch import models
 from halfmatch.engines import Completion, NonFiniteError, Request
 from halfmatch.engines.decoding import Decoding
 from halfmatch.errors import UserError
+from halfmatch.models import routing
 from halfmatch.precision import dtype_name, torch_dtype
 from halfmatch.precision.casting import cast_model
 from halfmatch.precision.emulation import RoundingLinear, drop_upcast_weights, is_emulated
 
 if TYPE_CHECKING:
-    from halfmatch.config import EngineSettings, Sampling
+    from halfmatch.config import EngineSettings, Lora, Sampling
     from halfmatch.precision import DType, Precision
 
 _ATTENTION_LAYERS = ("full_attention", "sliding_attention")
@@ -41,13 +43,27 @@ _ATTENTION_LAYERS = ("full_attention", "sliding_attention")
 class TransformersEngine:
     """`engines.Engine` on a model folder; see `halfmatch.engines.create`."""
 
-    def __init__(self, model: Path, precision: Precision, settings: EngineSettings):
-        self._slots = settings.slots
+    def __init__(
+        self,
+        model: Path,
+        precision: Precision,
+        settings: EngineSettings,
+        *,
+        adapter: Lora | None = None,
+        record_routing: bool = False,
+    ):
+        self._slots, self._record_routing = settings.slots, record_routing
         self._device = torch.device(settings.device)
         if self._device.type == "cuda" and not torch.cuda.is_available():
             raise UserError("engine.device is cuda, and torch sees no GPU on this machine; set it to cpu")
         loaded = models.load(model, torch.float32 if precision.fp32_modules else torch_dtype(precision.rollout))
         self._model = loaded.to(self._device)
+        self._adapter: frozenset[str] = frozenset()  # the names of its weights, which alone are then replaced
+        if adapter:
+            from halfmatch.models import lora  # needs peft, which is not installed everywhere
+
+            lora.add_adapter(self._model, adapter, seed=0)
+            self._adapter = frozenset(lora.adapter_weights(self._model))
         cast_model(self._model, precision.rollout, precision.fp32_modules, precision.emulate)
         self._config = self._model.config.get_text_config()
         check_layers(self._config, model)
@@ -83,10 +99,12 @@ class TransformersEngine:
         self.wake()
         given = dict(weights)
         held = dict(self._model.named_parameters(remove_duplicate=False))
+        if self._adapter:
+            held = {name: held[name] for name in sorted(self._adapter)}
         if unknown := sorted(given.keys() - held.keys()):
             raise ValueError(f"the engine's model has no weights named {_some(unknown)}")
         covered = {id(held[name]) for name in given}
-        if missing := [name for name, parameter in self._model.named_parameters() if id(parameter) not in covered]:
+        if missing := [name for name, parameter in held.items() if id(parameter) not in covered]:
             raise ValueError(f"the weights given to the engine lack {_some(missing)}")
         tied: dict[int, str] = {}
         for name, tensor in given.items():
@@ -119,7 +137,8 @@ class TransformersEngine:
         """Sample one completion a request; `progress` is told how many have finished since it was last told."""
         self.wake()
         self._check_requests(requests, sampling)
-        return Decoding(self._model, requests, sampling, stop_token_ids, self._slots, progress).run()
+        with routing.recorded(self._model) if self._record_routing else nullcontext() as recorder:
+            return Decoding(self._model, requests, sampling, stop_token_ids, self._slots, progress, recorder).run()
 
     def sleep(self) -> None:
         """Weights that are upcast for emulated matmuls go, and a GPU's weights go to the host; the KV caches of a

@@ -11,7 +11,6 @@ import gc
 import math
 import os
 import random
-import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from halfmatch.engines import Completion, NonFiniteError, Request, vllm_head
+from halfmatch.engines import Completion, NonFiniteError, Request, vllm_head, vllm_weights
 from halfmatch.errors import UserError
 from halfmatch.precision import torch_dtype
 
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from vllm import LLM
     from vllm.outputs import RequestOutput
 
-    from halfmatch.config import EngineSettings, Sampling
+    from halfmatch.config import EngineSettings, Lora, Sampling
     from halfmatch.precision import DType, Precision
 
 # vLLM raises a temperature below this to this, silently: the log-probs would be those of another distribution.
@@ -118,17 +117,6 @@ def _inspect(worker: Any) -> dict[str, Any]:
     }
 
 
-def _repack_head(model: torch.nn.Module) -> None:
-    """Run in a worker after a reload, for a head that is tied to the embedding.
-
-    vLLM's CPU kernels multiply by a packed copy of a layer's weight. A reload packs anew the layers that were given
-    weights; a tied head is given none, and would go on multiplying by the old copy.
-    """
-    head = getattr(model, "lm_head", None)
-    if method := getattr(head, "quant_method", None):
-        method.process_weights_after_loading(head)
-
-
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -156,7 +144,7 @@ class VllmEngine:
     dtype: DType
     description: Mapping[str, Any]
 
-    def __init__(self, model: Path, precision: Precision, settings: EngineSettings):
+    def __init__(self, model: Path, precision: Precision, settings: EngineSettings, *, adapter: Lora | None = None):
         if not (Path(model) / "config.json").is_file():
             raise UserError(f"{model}: not a model folder (it has no config.json)")
         fp32_head = _wants_fp32_head(precision, settings)
@@ -190,8 +178,10 @@ class VllmEngine:
                 use_tqdm_on_load=False,
                 enable_sleep_mode=self._can_sleep,
                 **_platform_settings(Path(model), precision.rollout, settings),
+                **vllm_weights.adapter_settings(adapter),
             )
-        self._checkpoint_names = _checkpoint_names(Path(model))
+        self._adapter, self._lora_request = adapter, None
+        self._checkpoint_names = vllm_weights.checkpoint_names(Path(model))
         self._fp32_head = vllm_head.weight_name(self._checkpoint_names) if fp32_head else None
         if self._fp32_head:
             self._install_head(vllm_head.read_weight(Path(model), self._fp32_head))
@@ -235,12 +225,15 @@ class VllmEngine:
         the old weights made of a prompt would serve its next samples.
         """
         self.wake()
+        if self._adapter:
+            self._load_adapter(dict(weights), self._adapter)
+            return
         seen: set[str] = set()
         not_finite: list[str] = []
         head: list[torch.Tensor] = []
 
         def tracked() -> Iterator[tuple[str, torch.Tensor]]:
-            for name, tensor in weights:
+            for name, tensor in vllm_weights.checkpoint_weights(weights):
                 seen.add(name)
                 if not torch.isfinite(tensor.detach().to(torch_dtype(self.dtype))).all():
                     not_finite.append(name)
@@ -252,24 +245,26 @@ class VllmEngine:
             if self._single_worker:
                 self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tracked()})
             else:
-                self._reload_from_disk(dict(tracked()))
-        self._llm.apply_model(_repack_head)
+                vllm_weights.reload_from_disk(self._llm, dict(tracked()))
+        self._llm.apply_model(vllm_weights.repack)
         for weight in head:
             self._install_head(weight)
-        if not self._llm.reset_prefix_cache():
-            raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
+        self._reset_prefix_cache()
         if missing := self._checkpoint_names - seen:
             raise ValueError(f"the weights given to the engine lack {len(missing)}, e.g. {min(missing)}")
         if not_finite:
             raise NonFiniteError(f"weight {not_finite[0]} is not finite in {self.dtype}")
 
-    def _reload_from_disk(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """The workers of tensor parallelism are processes of their own: they read a file, each its shards."""
-        from safetensors.torch import save_file
+    def _load_adapter(self, weights: Mapping[str, torch.Tensor], adapter: Lora) -> None:
+        for name, tensor in weights.items():
+            if not torch.isfinite(tensor.detach().to(torch_dtype(self.dtype))).all():
+                raise NonFiniteError(f"weight {name} is not finite in {self.dtype}")
+        self._lora_request = vllm_weights.load_adapter(self._llm, weights, adapter)
+        self._reset_prefix_cache()
 
-        with tempfile.TemporaryDirectory(prefix="halfmatch-weights-") as folder:
-            save_file({name: w.contiguous().cpu() for name, w in weights.items()}, Path(folder) / "model.safetensors")
-            self._llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+    def _reset_prefix_cache(self) -> None:
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
 
     def generate(
         self,
@@ -293,7 +288,8 @@ class VllmEngine:
                 for index, request in enumerate(requests):
                     prompt = {"prompt_token_ids": list(request.prompt_ids)}
                     parameters = _sampling_parameters(request, sampling, stop_token_ids)
-                    internal_ids.append(engine.add_request(str(index), prompt, parameters))
+                    added = engine.add_request(str(index), prompt, parameters, lora_request=self._lora_request)
+                    internal_ids.append(added)
                 while engine.has_unfinished_requests():
                     finished = [output for output in engine.step() if output.finished]
                     done.update((output.request_id, _completion(output)) for output in finished)
@@ -360,17 +356,6 @@ def _platform_settings(model: Path, dtype: DType, settings: EngineSettings) -> d
             ),
         }
     return {"gpu_memory_utilization": settings.gpu_memory}
-
-
-def _checkpoint_names(model: Path) -> frozenset[str]:
-    """Names of the weights in a model folder."""
-    from safetensors import safe_open
-
-    names: set[str] = set()
-    for file in model.glob("*.safetensors"):
-        with safe_open(file, framework="pt") as weights:
-            names.update(weights.keys())
-    return frozenset(names)
 
 
 def _sampling_parameters(request: Request, sampling: Sampling, stop_token_ids: Sequence[int]) -> Any:

@@ -63,7 +63,7 @@ class _OnCpu(TorchFunctionMode):
 
 def _padded(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`functional.linear` of at least ROWS rows: input [..., in], weight [out, in]."""
-    multiply: Callable[..., torch.Tensor] = plain_linear if input.dtype == torch.float32 else emulated_linear
+    multiply: Callable[..., torch.Tensor] = emulated_linear if input.itemsize == 2 else plain_linear
     rows = input.flatten(0, -2)
     missing = max(ROWS - len(rows), 0)
     result = multiply(pad(rows, (0, 0, 0, missing)), weight, bias)[: len(rows)]
