@@ -42,7 +42,7 @@ wildcard_constraints:
     model="[A-Za-z0-9][A-Za-z0-9.-]*",
     rollout="[A-Za-z0-9][A-Za-z0-9.-]*",
     train="[A-Za-z0-9][A-Za-z0-9.-]*",
-    engine="transformers|vllm",
+    engine="transformers|vllm|trainer",
     shard=r"\d+-of-\d+",
     run=r"initial|[A-Za-z0-9.-]+_[A-Za-z0-9.-]+_seed\d+",
 

@@ -3,8 +3,9 @@
     python benchmarks/overhead.py
 
 Clones the repository into a temporary folder and gives it an empty stand-in for every result of the laptop run, so that
-both tools have all of its jobs to look at and none to run. Then Snakemake plans 2,197 jobs, none of which has run. Prints
-the fastest of three, in seconds of the clock and of the processor: on a busy machine the latter is the one to look at.
+both tools have all of its jobs to look at and none to run. Then Snakemake plans 2,197 jobs, none of which has run.
+Prints the fastest of three, in seconds of the clock and of the processor: on a busy machine the latter is the one to
+look at.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ rule evaluate:
         code=pipeline.code("evaluate"),
     output:
         counts=pipeline.pattern("evaluation"),
+        responses=pipeline.pattern("evaluated_responses"),
         metrics=pipeline.pattern("evaluation_metrics"),
     log:
         pipeline.log("evaluate", "{run}_{problems}_{engine}-{rollout}"),

@@ -9,6 +9,7 @@ rule report:
         origin=pipeline.results("origin"),
         training=pipeline.results("train", "training_log"),
         counts=pipeline.results("evaluate", "evaluation"),
+        responses=pipeline.results("evaluate", "evaluated_responses"),
         evaluation=pipeline.results("evaluate"),
         preset="config/paper.yaml",
         code=pipeline.code("report"),

@@ -143,6 +143,7 @@ CONFIGURATIONS: dict[str, tuple[str | bytes, str, str]] = {
     "system message without a place": ("prompt: {system: Hello}\n", "prompt.system", "use chat or r1"),
     "engine twice": ("mismatch: {engines: [vllm, vllm]}\n", "mismatch.engines", "stands twice"),
     "k twice": ("evaluation: {k: [1, 1]}\n", "evaluation.k", "stands twice"),
+    "the trainer alone": ("evaluation: {engines: [trainer]}\n", "evaluation.engines", "nothing to be compared with"),
     "k above the samples": ("evaluation: {k: [64]}\n", "evaluation", "between 1 and samples (32)"),
     "beta of 1": ("training: {adam_betas: [0.9, 1]}\n", "training.adam_betas", "below 1"),
     "band upside down": ("solvability: {low: 0.9, high: 0.1}\n", "solvability", "no problem could be kept"),

@@ -16,8 +16,9 @@ def config(**changes: Any) -> Config:
 
 def test_the_laptop_run() -> None:
     counts = {step: len(jobs.jobs(Config(), step)) for step in ("model", "rollouts", "scores", "train", "evaluate")}
-    # 4 models; 4 models × 3 precisions; 2 × 2 × 2 runs; (8 runs + the untrained model in 2 precisions) × 2 benchmarks
-    assert counts == {"model": 4, "rollouts": 12, "scores": 12, "train": 8, "evaluate": 20}
+    # 4 models; 4 models × 3 precisions; 2 × 2 × 2 runs; (8 runs + the untrained model in 2 precisions) × 2 benchmarks,
+    # by the engine and by the trainer
+    assert counts == {"model": 4, "rollouts": 12, "scores": 12, "train": 8, "evaluate": 40}
 
 
 def test_runs_are_the_whole_matrix() -> None:
@@ -34,7 +35,16 @@ def test_a_run_is_deployed_in_its_own_precision_or_in_all_that_are_listed() -> N
     own = jobs.jobs(config(), "evaluate")
     assert all(job["rollout"] == job["run"].split("_")[0] for job in own if job["run"] != jobs.INITIAL)
     listed = jobs.jobs(config(evaluation={"precisions": ["fp16", "fp32"]}), "evaluate")
-    assert {job["rollout"] for job in listed if job["run"] == "bf16_grpo_seed0"} == {"fp16", "fp32"}
+    deployed = [job for job in listed if job["engine"] != jobs.TRAINER]
+    assert {job["rollout"] for job in deployed if job["run"] == "bf16_grpo_seed0"} == {"fp16", "fp32"}
+
+
+def test_the_trainer_evaluates_weights_in_the_precision_of_their_training_alone() -> None:
+    listed = jobs.jobs(config(evaluation={"precisions": ["fp16", "fp32"]}), "evaluate")
+    in_trainer = {(job["run"], job["rollout"]) for job in listed if job["engine"] == "trainer"}
+    assert {("bf16_grpo_seed0", "bf16"), ("fp16_grpo_seed1", "fp16")} < in_trainer
+    assert all(rollout == run.split("_")[0] for run, rollout in in_trainer if run != jobs.INITIAL)
+    assert {rollout for run, rollout in in_trainer if run == jobs.INITIAL} == {"bf16", "fp16"}
 
 
 def test_without_training_the_untrained_model_is_evaluated_alone() -> None:

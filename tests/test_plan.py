@@ -45,11 +45,12 @@ def test_responses_and_tokens_of_a_small_run() -> None:
     )
     sizes = {row.step: (row.jobs, row.responses, row.tokens) for row in rows_of(small)}
     # 64 products of 2..9: 64·3; 64 problems × 5 samples × 2 models; 6 runs × 7 iterations × 8; 7 × 64 × 6
+    # by the engine and by the trainer
     assert sizes["solvability"] == (2, 192, 1920)
     assert sizes["rollouts"] == (2, 640, 6400)
     assert sizes["scores"] == (2, 640, 6400)
     assert sizes["train"] == (6, 336, 3360)
-    assert sizes["evaluate"] == (7, 2688, 26880)
+    assert sizes["evaluate"] == (14, 5376, 53760)
 
 
 def test_every_pair_of_a_grid_is_scored() -> None:

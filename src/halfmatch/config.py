@@ -21,6 +21,7 @@ from halfmatch.rl.objective_rows import OBJECTIVES
 
 Seed = Annotated[int, Field(ge=0, le=2**31 - 1)]
 EngineName = Literal["transformers", "vllm"]
+EvaluationEngine = Literal["transformers", "vllm", "trainer"]
 GradingRule = Literal["exact", "boxed", "r1", "last-number"]
 PromptTemplate = Literal["plain", "r1", "boxed", "chat"]
 
@@ -194,16 +195,6 @@ class Training(Section):
     micro_batch_tokens: int = Field(
         2048, ge=1, le=100_000_000, description="tokens a forward and backward pass, padding included"
     )
-    activation_checkpointing: bool = Field(
-        False, description="compute the activations of decoder blocks again in the backward pass, for less memory"
-    )
-    ranks: int = Field(
-        1, ge=1, le=4096, description="processes of a run, on GPUs one each; the model is sharded over them (FSDP2)"
-    )
-    nodes: int = Field(1, ge=1, le=512, description="machines that the ranks are spread over, evenly")
-    probe: bool = Field(
-        True, description="after every sync, score a few fixed tokens on both sides to see that the weights arrived"
-    )
     objective_settings: dict[Name, dict[str, float | bool | str]] = Field(
         {}, description="changes to rows of the table of objectives, e.g. {grpo-token-tis: {bound: 3}}"
     )
@@ -217,8 +208,6 @@ class Training(Section):
         batch = self.prompts_per_iteration * self.samples_per_prompt
         if batch % self.gradient_steps:
             raise ValueError(f"{batch} rollouts an iteration do not divide into gradient_steps {self.gradient_steps}")
-        if self.ranks % self.nodes:
-            raise ValueError(f"ranks {self.ranks} do not divide into nodes {self.nodes}")
         if self.sampling.top_p < 1:
             raise ValueError(
                 "training.sampling.top_p must be 1: a nucleus biases the ratio of π and μ by the kept mass"
@@ -230,7 +219,12 @@ class Evaluation(Section):
     benchmarks: tuple[Name, ...] = Field(("train", "heldout"), min_length=1, description="problem sets to evaluate on")
     samples: int = Field(32, ge=1, le=10_000, description="responses a problem: avg@samples [paper: 32]")
     k: tuple[int, ...] = Field((1, 8, 32), description="k of pass@k and maj@k")
-    engines: tuple[EngineName, ...] = Field(("transformers",), min_length=1, description="engines to evaluate with")
+    engines: tuple[EvaluationEngine, ...] = Field(
+        ("transformers", "trainer"),
+        min_length=1,
+        description="engines to evaluate with; trainer samples from the training engine itself, in the run's own "
+        "precision: what the deployment gap of the others is taken from",
+    )
     precisions: tuple[Name, ...] | None = Field(
         None, min_length=1, description="rollout dtypes to deploy in; null: the run's own"
     )

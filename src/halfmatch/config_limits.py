@@ -40,6 +40,8 @@ def _unusable_engines(config: Config) -> Iterator[str]:
     ):
         if len(set(engines)) < len(engines):
             yield f"{section}.engines: an engine stands twice in {list(engines)}"
+    if config.evaluation and config.evaluation.engines == ("trainer",):
+        yield "evaluation.engines: trainer alone has nothing to be compared with; add the engine to deploy with"
 
 
 def _unusable_values(config: Config) -> Iterator[str]:

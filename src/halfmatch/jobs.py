@@ -10,6 +10,7 @@ from halfmatch.paths import Run
 Job = dict[str, str]
 
 INITIAL = "initial"  # the run that is none: the untrained model
+TRAINER = "trainer"  # the engine that is the training engine: it evaluates weights in the precision of their training
 
 
 def jobs(config: Config, step: str) -> list[Job]:
@@ -95,13 +96,13 @@ def _evaluate(config: Config) -> list[Job]:
     if evaluation is None:
         return []
     trained_in = config.training.precisions if config.training else (config.solvability.precision,)
-    deployed = {run.name: evaluation.precisions or (run.precision,) for run in runs(config)}
+    own: dict[str, tuple[str, ...]] = {INITIAL: trained_in, **{run.name: (run.precision,) for run in runs(config)}}
     return [
         {"run": run, "problems": problems, "engine": engine, "rollout": precision}
-        for run, precisions in {INITIAL: evaluation.precisions or trained_in, **deployed}.items()
+        for run, precisions in own.items()
         for problems in evaluation.benchmarks
         for engine in evaluation.engines
-        for precision in precisions
+        for precision in ((evaluation.precisions or precisions) if engine != TRAINER else precisions)
     ]
 
 

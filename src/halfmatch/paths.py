@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-# {step}: a step of the pipeline. {problems}, {model}: names in the configuration. {rollout}, {train}: names of precisions. {run}: Run.name below, or
-# "initial" for the untrained model.
+# {step}: a step of the pipeline. {problems}, {model}: names in the configuration. {rollout}, {train}: names of
+# precisions. {run}: Run.name below, or "initial" for the untrained model.
 LAYOUT: dict[str, str] = {
     "code": "code/{step}.sha256",
     "problems": "problems/{problems}.parquet",
@@ -25,6 +25,7 @@ LAYOUT: dict[str, str] = {
     "trained": "train/{run}/model",
     "checkpoints": "checkpoints/{run}",
     "evaluation": "evaluation/{run}/{problems}/{engine}-{rollout}.parquet",
+    "evaluated_responses": "evaluation/{run}/{problems}/{engine}-{rollout}/responses.parquet",
     "evaluation_metrics": "evaluation/{run}/{problems}/{engine}-{rollout}.json",
     "report": "report/index.html",
     "headline": "report/headline.json",

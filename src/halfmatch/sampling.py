@@ -68,10 +68,11 @@ class Sampler:
             self._stop_token_ids = prompts.stop_token_ids(self._model, self._tokenizer)
             self._engine = engines.create(self._engine_name, self._model, precision, config.engine)
             stack.callback(self._engine.close)
-            if self._engine.dtype != precision.rollout:
+            side = engines.side_of(self._engine_name)
+            if self._engine.dtype != getattr(precision, side):
                 raise UserError(
                     f"the engine {self._engine_name} computes in {self._engine.dtype}, and "
-                    f"precisions.{self._precision}.rollout asks for {precision.rollout}"
+                    f"precisions.{self._precision}.{side} asks for {getattr(precision, side)}"
                 )
             self._stack = stack.pop_all()
         return self

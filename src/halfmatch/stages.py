@@ -126,26 +126,37 @@ def _train(start: str) -> Stage:
 
 
 def _evaluations(config: Config, evaluation: Evaluation) -> Iterator[tuple[str, Stage]]:
-    """The untrained model, and every run of the matrix: deployed in the precisions listed, or in the run's own."""
-    benchmarks = {"problems": "${evaluation.benchmarks}", "engine": "${evaluation.engines}"}
+    """The untrained model, and every run of the matrix: deployed in the precisions listed, or in the run's own; by the
+    training engine always in that."""
+    if not evaluation.precisions:
+        yield from _evaluated_in(config, "", "${evaluation.engines}", {})
+        return
+    others = [engine for engine in evaluation.engines if engine != jobs.TRAINER]
+    yield from _evaluated_in(config, "", others, {"rollout": "${evaluation.precisions}"})
+    if jobs.TRAINER in evaluation.engines:
+        yield from _evaluated_in(config, "-trainer", [jobs.TRAINER], {})
+
+
+def _evaluated_in(
+    config: Config, suffix: str, engines: str | Sequence[str], listed: Mapping[str, str]
+) -> Iterator[tuple[str, Stage]]:
+    """By some engines, in the precisions listed or else in the run's own."""
+    benchmarks = {"problems": "${evaluation.benchmarks}", "engine": engines}
     trained_in = "${training.precisions}" if config.training else [config.solvability.precision]
-    listed = {"rollout": "${evaluation.precisions}"} if evaluation.precisions else {}
     cells: dict[str, Any] = {**benchmarks, **(listed or {"rollout": trained_in})}
     weights = _path("model", model=config.solvability.model)
-    yield "evaluate-initial", _evaluate(cells, jobs.INITIAL, weights, "${item.rollout}")
+    yield f"evaluate-initial{suffix}", _evaluate(cells, jobs.INITIAL, weights, "${item.rollout}")
     if config.training:
         cells = {**_RUN_CELLS, **benchmarks, **listed}
         weights = _path("trained", run=_RUN_NAME)
-        yield (
-            "evaluate-trained",
-            _evaluate(cells, _RUN_NAME, weights, "${item.rollout}" if listed else "${item.precision}"),
-        )
+        own = "${item.rollout}" if listed else "${item.precision}"
+        yield f"evaluate-trained{suffix}", _evaluate(cells, _RUN_NAME, weights, own)
 
 
 def _evaluate(cells: Mapping[str, Any], run: str, weights: str, rollout: str) -> Stage:
     names = {"run": run, "problems": "${item.problems}", "engine": "${item.engine}", "rollout": rollout}
     reads = [_path("problems", problems=names["problems"]), weights]
-    return _stage("evaluate", ["evaluation_metrics", "evaluation"], reads, cells, **names)
+    return _stage("evaluate", ["evaluation_metrics", "evaluation", "evaluated_responses"], reads, cells, **names)
 
 
 def _stage(

@@ -227,7 +227,8 @@ def write_perfectible(config: Config) -> None:
 
 
 def write_evaluation(config: Config, job: dict[str, str]) -> None:
-    """Scores that do not differ between precisions for the initial model, and do for trained ones."""
+    """Scores that do not differ between precisions for the initial model, and do for trained ones; deployed, a model
+    that was trained in BF16 loses an answer to each problem that its trainer always solves, and others lose none."""
     assert config.evaluation is not None
     rng = np.random.default_rng([*job["problems"].encode()])
     chances = rng.uniform(0.2, 0.8, PROBLEMS)
@@ -236,6 +237,8 @@ def write_evaluation(config: Config, job: dict[str, str]) -> None:
     rng = np.random.default_rng([*job["rollout"].encode(), *job["run"].encode()])
     samples = config.evaluation.samples
     correct = rng.binomial(samples, chances)
+    if job["run"].startswith("bf16") and job["engine"] != jobs.TRAINER:
+        correct = correct - (correct == samples)
     tallies = [
         Tally(samples, int(count), samples - int(count), 0, 0, 0, (samples - int(count),) if count < samples else ())
         for count in correct
@@ -247,6 +250,20 @@ def write_evaluation(config: Config, job: dict[str, str]) -> None:
     metrics = scores(tallies, config.evaluation.k, bootstrap_samples=200, seed=0, confidence=config.report.confidence)
     paths, origin = Paths(Path(config.output)), source(config, "evaluate", **job)
     artifacts.write(paths.of("evaluation", **job), "evaluation", rows, origin)
+    responses = [
+        {
+            "problem_id": f"p{number:02d}",
+            "sample": sample,
+            "prompt_ids": [2],
+            "token_ids": [3, int(sample < count)],
+            "logprobs": [-0.5, -0.5],
+            "finish_reason": "stop",
+            "verdict": "correct" if sample < count else "wrong",
+        }
+        for number, count in enumerate(correct)
+        for sample in range(samples)
+    ]
+    artifacts.write(paths.of("evaluated_responses", **job), "completions", responses, origin)
     artifacts.write_json(paths.of("evaluation_metrics", **job), metrics, origin)
 
 

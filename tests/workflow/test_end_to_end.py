@@ -82,10 +82,10 @@ def test_no_artefact_says_where_or_when_it_was_made(finished: Checkout) -> None:
 @pytest.mark.parametrize(
     ("layer", "rules"),
     [
-        ({"training": {"learning_rate": 1e-4}}, {"train": 2, "evaluate": 2, "report": 1}),
+        ({"training": {"learning_rate": 1e-4}}, {"train": 2, "evaluate": 4, "report": 1}),
         ({"grading": {"workers": 2}}, {}),
         ({"report": {"title": "Another"}}, {"report": 1}),
-        ({"training": {"seeds": [0, 1]}}, {"train": 2, "evaluate": 2, "report": 1}),
+        ({"training": {"seeds": [0, 1]}}, {"train": 2, "evaluate": 4, "report": 1}),
     ],
 )
 def test_a_changed_parameter_reruns_what_depends_on_it_and_no_more(

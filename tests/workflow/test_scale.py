@@ -77,6 +77,7 @@ def _beside(pipeline: Pipeline) -> list[str]:
         *pipeline.results("train", "training_log"),
         *pipeline.results("train", "training_curves"),
         *pipeline.results("evaluate", "evaluation"),
+        *pipeline.results("evaluate", "evaluated_responses"),
         str(paths.of("headline")),
         str(paths.of("figures")),
     ]

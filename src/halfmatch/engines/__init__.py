@@ -94,6 +94,12 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
+def side_of(name: str) -> Literal["compute", "rollout"]:
+    """Which dtype of a precision an engine computes in: the training engine in the trainer's, the others in their
+    own."""
+    return "compute" if name == "trainer" else "rollout"
+
+
 def create(
     name: str,
     model: Path,
@@ -103,7 +109,8 @@ def create(
     adapter: Lora | None = None,
     record_routing: bool = False,
 ) -> Engine:
-    """Start an engine on a model folder. It samples in `precision.rollout`, with `precision.fp32_modules` in fp32.
+    """Start an engine on a model folder. It samples in the dtype of its side of `precision`, with
+    `precision.fp32_modules` in fp32.
 
     adapter: compute a LoRA adapter beside the weights, unmerged. record_routing: say which experts a completion took;
     the transformers engine alone does (vLLM can on GPUs, by enable_return_routed_experts, which is not used here).
@@ -123,8 +130,12 @@ def create(
         from halfmatch.engines.transformers import TransformersEngine
 
         return TransformersEngine(model, precision, settings, adapter=adapter, record_routing=record_routing)
+    if name == "trainer":
+        from halfmatch.engines.full_pass import FullPassEngine
+
+        return FullPassEngine(model, precision, settings)
     if name == "vllm":
         from halfmatch.engines.vllm import VllmEngine
 
         return VllmEngine(model, precision, settings, adapter=adapter)
-    raise ValueError(f"unknown engine {name!r}; known: transformers, vllm")
+    raise ValueError(f"unknown engine {name!r}; known: transformers, vllm, trainer")

@@ -201,24 +201,29 @@ class Decoding:
             state[target] = state[source]
 
 
-class _ForcedDecoding(Decoding):
-    """Decoding of one request that is given its tokens."""
+class GuidedDecoding(Decoding):
+    """Decoding in which each response begins with tokens that are given. What follows is drawn, every token with the
+    uniform number of its position, as if the given ones had been drawn as well."""
 
     def __init__(
         self,
         model: PreTrainedModel,
-        prompt_ids: Sequence[int],
-        token_ids: Sequence[int],
-        temperature: float,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        stop_token_ids: Sequence[int],
+        slots: int,
+        given: Sequence[Sequence[int]],
         recorder: Recorder | None = None,
     ):
-        sampling = Sampling(temperature=temperature, max_tokens=len(token_ids))
-        request = Request(tuple(prompt_ids), seed=0)
-        super().__init__(model, [request], sampling, (), slots=1, progress=None, recorder=recorder)
-        self._forced = torch.tensor(token_ids, device=model.device)
+        """given: the first tokens of each response, none of them a stop token but the last of a whole response."""
+        super().__init__(model, requests, sampling, stop_token_ids, slots, progress=None, recorder=recorder)
+        self._given = torch.full((len(requests), sampling.max_tokens), -1, device=self._device)
+        for row, tokens in zip(self._given, given, strict=True):
+            row[: len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
 
     def _draw(self, logprobs: torch.Tensor, slots: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        return self._forced[counts]
+        given = self._given[[self._request_of[slot] for slot in slots.tolist()], counts]
+        return torch.where(given >= 0, given, super()._draw(logprobs, slots, counts))
 
 
 @torch.inference_mode()
@@ -226,16 +231,28 @@ def forced_logprobs(
     model: PreTrainedModel, prompt_ids: Sequence[int], token_ids: Sequence[int], temperature: float
 ) -> list[float]:
     """What the engine says of a response that is given: the log-probs that it has where it samples these tokens."""
-    return _ForcedDecoding(model, prompt_ids, token_ids, temperature).run()[0].logprobs
+    return _forced(model, prompt_ids, token_ids, temperature).logprobs
 
 
 @torch.inference_mode()
 def forced_routing(model: PreTrainedModel, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> NDArray[Any]:
     """The experts that the engine takes for a response that is given: as `Completion.routing`."""
     with recorded(model) as recorder:
-        found = _ForcedDecoding(model, prompt_ids, token_ids, 1.0, recorder).run()[0].routing
+        found = _forced(model, prompt_ids, token_ids, 1.0, recorder).routing
     assert found is not None
     return found
+
+
+def _forced(
+    model: PreTrainedModel,
+    prompt_ids: Sequence[int],
+    token_ids: Sequence[int],
+    temperature: float,
+    recorder: Recorder | None = None,
+) -> Completion:
+    sampling = Sampling(temperature=temperature, max_tokens=len(token_ids))
+    requests = [Request(tuple(prompt_ids), seed=0)]
+    return GuidedDecoding(model, requests, sampling, (), slots=1, given=[token_ids], recorder=recorder).run()[0]
 
 
 def _round_up(value: int, multiple: int) -> int:

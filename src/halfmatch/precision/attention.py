@@ -14,6 +14,7 @@ Products are fp32 matmuls of 16-bit values, as in `halfmatch.precision.emulation
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from halfmatch.precision import DType
 
 NAME = "halfmatch"
+# The same, but that one query rounds as many do: for drafts of what a full-sequence pass would say.
+PASS_NAME = "halfmatch-pass"
 # Keys are padded to multiples of this, and products with V are summed block by block in order. What is masked adds
 # zeros behind the end, so a result does not depend on how far its sequence is padded.
 BLOCK = 64
@@ -47,6 +50,7 @@ def attention(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    as_a_pass: bool = False,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function of `transformers` models: query [B, H, T, D], key and value [B, G, L, D] → [B, T, H, D].
@@ -70,7 +74,7 @@ def attention(
     if behind := -seen % BLOCK:
         key, value = pad(key, (0, 0, 0, behind)), pad(value, (0, 0, 0, behind))
         attention_mask = pad(attention_mask, (0, behind))
-    if length == 1:
+    if length == 1 and not as_a_pass:
         return paged_decode(query, key, value, attention_mask, scaling), None
     return _Flash.apply(query, key, value, attention_mask, scaling).transpose(1, 2).contiguous(), None
 
@@ -167,9 +171,14 @@ def rounding_name(name: str, dtype: DType) -> str:
     return f"{name}-of-{dtype}"
 
 
-AttentionInterface.register(NAME, attention)
-AttentionMaskInterface.register(NAME, sdpa_mask)
-for _name, _compute in ((NAME, attention), ("sdpa", sdpa_attention_forward)):
+for _name, _compute in (
+    (NAME, attention),
+    (PASS_NAME, partial(attention, as_a_pass=True)),
+    ("sdpa", sdpa_attention_forward),
+):
+    if _name != "sdpa":
+        AttentionInterface.register(_name, _compute)
+        AttentionMaskInterface.register(_name, sdpa_mask)
     for _dtype in ("bf16", "fp16"):
         AttentionInterface.register(rounding_name(_name, _dtype), _of_rounded(_compute, torch_dtype(_dtype)))
         AttentionMaskInterface.register(rounding_name(_name, _dtype), sdpa_mask)

@@ -12,7 +12,7 @@ from typing import Any
 from halfmatch import artifacts
 from halfmatch.config import Config
 from halfmatch.paths import Paths
-from halfmatch.report import comparison, origin, tables, verdicts
+from halfmatch.report import comparison, deployment, origin, tables, verdicts
 from halfmatch.report.headline import headline, headline_text
 from halfmatch.report.numbers import counted
 from halfmatch.report.page import Section, render
@@ -61,7 +61,7 @@ def sections_of(results: Results, preset: Path) -> list[Section]:
     """What the page says, in order; a section without anything to show is left out."""
     from halfmatch.report.figures import grid, layers, mismatch, overview, training
 
-    is_measured = bool(results.cells)
+    is_measured, deployments = bool(results.cells), deployment.by_precision(results)
     differences = origin.differences(results, preset)
     sections = [
         Section(
@@ -126,6 +126,19 @@ def sections_of(results: Results, preset: Path) -> list[Section]:
             "avg@k is the mean share of correct responses, pass@k the chance that one of k is correct, maj@k the "
             "chance that the most frequent answer of k is.",
             tables=[tables.evaluation(results)],
+        ),
+        Section(
+            "deployment",
+            "The deployment gap",
+            "The same weights and the same requests, answered by the training engine (every token drawn from the "
+            "trainer's own forward pass) and by an engine that they may be deployed in, with the same random numbers "
+            "where the engine takes them (vLLM has its own). Gaps are differences of avg@k, deployed minus trainer; "
+            "intervals resample problems, and p is of an exact test that flips the signs of problems. "
+            f"{deployment.statement(deployments)}",
+            tables=[
+                deployment.table("deployment", "All runs trained in a precision, and the initial model", deployments)
+            ],
+            folded=[deployment.table("deployment-runs", "Gaps of every run", deployment.by_run(results))],
         ),
         Section(
             "problems",

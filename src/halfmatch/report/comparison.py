@@ -8,7 +8,7 @@ import numpy as np
 
 from halfmatch import jobs, paper
 from halfmatch.report.figures.style import label
-from halfmatch.report.numbers import NOTHING, as_printed, number, with_interval
+from halfmatch.report.numbers import NOTHING, as_printed, in_percent, number, with_interval
 from halfmatch.report.results import Results, estimate
 from halfmatch.report.tables import Table
 from halfmatch.report.training import WINDOW, TrainingRun
@@ -160,7 +160,7 @@ def untrained(results: Results) -> Table:
     cells = [cell for cell in results.evaluations if cell.run == jobs.INITIAL]
     for problems, engine in dict.fromkeys((cell.problems, cell.engine) for cell in cells):
         ours = {
-            cell.precision: with_interval(_in_percent(estimate(cell.metrics["metrics"]["avg"])))
+            cell.precision: with_interval(in_percent(estimate(cell.metrics["metrics"]["avg"])))
             for cell in cells
             if (cell.problems, cell.engine) == (problems, engine)
         }
@@ -174,10 +174,6 @@ def untrained(results: Results) -> Table:
         tuple(rows),
         heads=2,
     )
-
-
-def _in_percent(share: Estimate) -> Estimate:
-    return Estimate(*(100 * bound for bound in share))
 
 
 def grid(results: Results) -> Table:

@@ -11,6 +11,7 @@ from typing import Any
 from halfmatch import artifacts
 from halfmatch.config import Config
 from halfmatch.paths import Paths
+from halfmatch.report import deployment
 from halfmatch.report.numbers import interval, number, percent
 from halfmatch.report.results import MismatchCell, Results, Setup, estimate
 from halfmatch.statistics import Estimate, ratio
@@ -25,6 +26,7 @@ def headline(results: Results, claims: Mapping[str, str]) -> dict[str, Any]:
     of sigma_predicted, and by objective estimates of the cosine of its gradient with the exact one.
     training: by objective and precision, the number of runs, means over them of the final reward (the last running
     mean) and of the reward over the whole run, and how many collapsed.
+    deployment: the gap between trainer and engine, see `halfmatch.report.deployment.as_headline`.
     """
     return {
         "sentence": sentence(results),
@@ -47,6 +49,7 @@ def headline(results: Results, claims: Mapping[str, str]) -> dict[str, Any]:
             }
             for objective in dict.fromkeys(objective for _, objective in results.matrix)
         },
+        "deployment": deployment.as_headline(deployment.by_precision(results)),
         "claims": dict(claims),
         "missing": len(results.missing),
     }

@@ -48,6 +48,11 @@ def with_interval(estimate: Estimate, digits: int = 3) -> str:
     return f"{number(estimate.value, digits)} {interval(estimate, digits)}".rstrip()
 
 
+def in_percent(share: Estimate) -> Estimate:
+    """A share, or a difference of shares, in percent."""
+    return Estimate(*(100 * bound for bound in share))
+
+
 def counted(number: int, thing: str) -> str:
     """1 seed, 2 seeds."""
     return f"{number:,} {thing}{'' if number == 1 else 's'}"

@@ -105,6 +105,7 @@ class EvaluationCell:
     precision: str
     metrics: Mapping[str, Any]
     counts: pa.Table | None
+    responses: Path | None = None  # the table of them
 
 
 @dataclass(frozen=True)
@@ -238,9 +239,10 @@ class _Reader:
     def evaluation(self, job: jobs.Job) -> EvaluationCell | None:
         metrics = self.json("evaluation_metrics", "evaluate", job)
         counts = self.table("evaluation", "evaluate", job)
+        responses = self.find("evaluated_responses", "evaluate", job)
         if metrics is None:
             return None
-        return EvaluationCell(job["run"], job["problems"], job["engine"], job["rollout"], metrics, counts)
+        return EvaluationCell(job["run"], job["problems"], job["engine"], job["rollout"], metrics, counts, responses)
 
     def excluded(self) -> dict[str, pa.Table]:
         tables = {

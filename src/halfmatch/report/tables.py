@@ -223,7 +223,7 @@ def evaluation(results: Results) -> Table:
         ),
         (
             (
-                _weights(cell.run),
+                weights_label(cell.run),
                 cell.problems,
                 cell.engine,
                 label(cell.precision),
@@ -237,7 +237,8 @@ def evaluation(results: Results) -> Table:
     )
 
 
-def _weights(run: str) -> str:
+def weights_label(run: str) -> str:
+    """What a set of weights is called."""
     if run == jobs.INITIAL:
         return "initial model"
     name = Run.parse(run)

@@ -13,6 +13,8 @@ from typing import Literal
 import numpy as np
 
 from halfmatch import jobs, paper
+from halfmatch.report import deployment
+from halfmatch.report.deployment import Deployment
 from halfmatch.report.figures.style import label
 from halfmatch.report.numbers import counted, percent
 from halfmatch.report.results import EvaluationCell, MismatchCell, Results
@@ -220,6 +222,35 @@ def _solve_shares(cell: EvaluationCell) -> dict[str, float]:
     return {row["problem_id"]: row["correct"] / n for row in rows if (n := tries[row["problem_id"]])}
 
 
+# --------------------------------------------------------------------------------------------------- the deployment gap
+def deployment_gap(results: Results) -> Verdict:
+    gaps = {
+        (one.benchmark, one.engine, one.precision): one
+        for one in deployment.by_precision(results)
+        if one.trained_in == one.precision
+    }
+    comparisons = []
+    for (benchmark, engine, precision), bf16 in gaps.items():
+        fp16 = gaps.get((benchmark, engine, "fp16"))
+        if precision == "bf16" and fp16:
+            less = difference(fp16.gap.difference, bf16.gap.difference)
+            note = f"verdicts changed: {_changed(bf16)} in BF16, {_changed(fp16)} in FP16"
+            comparisons.append(Comparison(f"{benchmark}, {engine}", less, above(less, 0), note))
+    return Verdict(
+        "deployment-gap",
+        "A model trained in BF16 loses more of its accuracy when it is deployed than one trained in FP16.",
+        "the paper's deployment gap: the policy that is deployed is not the one that was optimised; no number of its "
+        "own",
+        "avg@k deployed minus avg@k in the trainer, each in the precision of its training, FP16's minus BF16's, for "
+        "each benchmark and engine: the interval lies above 0",
+        tuple(comparisons),
+    )
+
+
+def _changed(one: Deployment) -> str:
+    return percent((one.gap.gained + one.gap.lost) / one.gap.pairs, 1)
+
+
 # ----------------------------------------------------------------------------------------------------------- training
 def trains_higher(results: Results) -> Verdict:
     return Verdict(
@@ -323,6 +354,7 @@ CLAIMS: tuple[Callable[[Results], Verdict], ...] = (
     slope,
     gradient_fidelity,
     untrained_scores,
+    deployment_gap,
     trains_higher,
     trains_sooner,
     collapse,

@@ -28,18 +28,30 @@ def token_logprobs(model: torch.nn.Module, batch: Batch, temperature: float = 1.
 
     Both [B, R] float32, exactly 0 outside the response mask. The log-probs carry gradients, the entropy does not.
     """
+    logits, positions = response_logits(model, batch)
+    mask = batch.response_mask
+    targets = batch.input_ids[_rows_and_columns(batch)]
+    logp, entropy = _SelectedLogSoftmax.apply(logits, positions, targets, temperature)
+    zeros = logp.new_zeros(mask.shape)
+    return zeros.masked_scatter(mask, logp), zeros.masked_scatter(mask, entropy)
+
+
+def response_logits(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """One pass over whole sequences: logits [B, K, V] as they come out of the model, in its compute dtype, and where in
+    [B·K] those lie that the N response tokens are drawn from, [N] int64, response by response."""
     first = int(batch.prompt_lengths.min()) - 1  # the earliest position that predicts a response token
     kept = batch.input_ids.shape[1] - 1 - first
-    logits = model(input_ids=batch.input_ids[:, :-1], logits_to_keep=kept, use_cache=False).logits  # [B, kept, V]
+    logits = model(input_ids=batch.input_ids[:, :-1], logits_to_keep=kept, use_cache=False).logits
+    rows, columns = _rows_and_columns(batch)
+    return logits, rows * kept + columns - 1 - first
 
+
+def _rows_and_columns(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where in [B, T] the response tokens stand, [N] each."""
     mask = batch.response_mask
     columns = batch.prompt_lengths[:, None] + torch.arange(mask.shape[1], device=mask.device)  # of each response token
     rows = torch.arange(mask.shape[0], device=mask.device)[:, None].expand_as(columns)
-    rows, columns = rows[mask], columns[mask]  # [N]
-    targets = batch.input_ids[rows, columns]
-    logp, entropy = _SelectedLogSoftmax.apply(logits, rows * kept + columns - 1 - first, targets, temperature)
-    zeros = logp.new_zeros(mask.shape)
-    return zeros.masked_scatter(mask, logp), zeros.masked_scatter(mask, entropy)
+    return rows[mask], columns[mask]
 
 
 class _SelectedLogSoftmax(torch.autograd.Function):

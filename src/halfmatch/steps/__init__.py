@@ -118,10 +118,6 @@ STEPS: Mapping[str, Step] = {
             "training.weight_decay",
             "training.clip_norm",
             "training.micro_batch_tokens",
-            "training.activation_checkpointing",
-            "training.ranks",
-            "training.nodes",
-            "training.probe",
             "training.objective_settings.{objective}",
             "training.max_skip_share",
             "training.on_collapse",
@@ -143,7 +139,7 @@ STEPS: Mapping[str, Step] = {
         (*_MODEL_PACKAGES, *_GRADING_PACKAGES),
     ),
     "report": Step(
-        (), ("mismatch", "training", "evaluation", "precisions", "report"), ("jinja2", "matplotlib", "numpy")
+        (), ("seed", "mismatch", "training", "evaluation", "precisions", "report"), ("jinja2", "matplotlib", "numpy")
     ),
 }
 

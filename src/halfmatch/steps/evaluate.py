@@ -25,6 +25,10 @@ def run(config: Config, *, run: str, problems: str, engine: str, rollout: str) -
     table = paths.of("problems", problems=problems)
 
     with Sampler(config, weights, engine=engine, precision=rollout, sampling=settings.sampling) as sampler:
+        source = {
+            **provenance(config, "evaluate", inputs={"problems": table, "model": weights}, **names),
+            **sampler.provenance,
+        }
         responses = sampler.responses(
             artifacts.read(table, "problems"),
             settings.samples,
@@ -32,27 +36,25 @@ def run(config: Config, *, run: str, problems: str, engine: str, rollout: str) -
             label=f"evaluate {run} {problems} {engine}-{rollout}",
         )
         counts, tallies = [], []
-        for problem_id, group in itertools.groupby(responses, key=lambda response: response.problem_id):
-            answered = list(group)
-            tally = evaluation.tally(response.verdict for response in answered)
-            tallies.append(tally)
-            counts.append(
-                {
-                    "problem_id": problem_id,
-                    "samples": tally.samples,
-                    "correct": tally.correct,
-                    "wrong": tally.wrong,
-                    "truncated": tally.truncated,
-                    "timeout": tally.timeout,
-                    "unparseable": tally.unparseable,
-                    "wrong_votes": tally.wrong_votes,
-                    "mean_tokens": sum(len(response.completion.token_ids) for response in answered) / len(answered),
-                }
-            )
-        source = {
-            **provenance(config, "evaluate", inputs={"problems": table, "model": weights}, **names),
-            **sampler.provenance,
-        }
+        with artifacts.Writer(paths.of("evaluated_responses", **names), "completions", source) as out:
+            for problem_id, group in itertools.groupby(responses, key=lambda response: response.problem_id):
+                answered = list(group)
+                out.write(response.row() for response in answered)
+                tally = evaluation.tally(response.verdict for response in answered)
+                tallies.append(tally)
+                counts.append(
+                    {
+                        "problem_id": problem_id,
+                        "samples": tally.samples,
+                        "correct": tally.correct,
+                        "wrong": tally.wrong,
+                        "truncated": tally.truncated,
+                        "timeout": tally.timeout,
+                        "unparseable": tally.unparseable,
+                        "wrong_votes": tally.wrong_votes,
+                        "mean_tokens": sum(len(response.completion.token_ids) for response in answered) / len(answered),
+                    }
+                )
     scores = evaluation.scores(
         tallies,
         settings.k,

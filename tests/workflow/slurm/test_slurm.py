@@ -42,7 +42,7 @@ JOBS = {
     "scores": 1,
     "mismatch": 1,
     "train": 1,
-    "evaluate": 2,
+    "evaluate": 4,
     "report": 1,
 }
 
