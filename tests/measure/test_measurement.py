@@ -181,3 +181,19 @@ def test_vllm_is_measured_like_any_engine(tiny_model_folder: Path, tmp_path: Pat
     bf16, fp16 = json.loads((tmp_path / "measure.json").read_text())["cells"]
     assert bf16["metrics"]["k3"]["value"] > 10 * fp16["metrics"]["k3"]["value"] > 0
     assert "on vllm" in text
+
+
+def test_of_a_mixture_of_experts_it_says_how_often_both_sides_take_the_same_ones(
+    tiny_moe_folder: Path, sampled: tuple[Path, str], tmp_path: Path
+) -> None:
+    text = measure(tmp_path, model=str(tiny_moe_folder), rollout_dtypes=("bf16",), train_dtypes=("bf16", "fp32"))
+    (row,) = [line for line in text.splitlines() if line.startswith("same experts, tokens × layers")]
+    assert row.count("%") == 2
+    (path,) = tmp_path.glob("mismatch/*/prompts/transformers-bf16/bf16/mismatch.json")
+    found = artifacts.read_json(path)["router_agreement"]
+    assert found["responses"] == SMALL["count"]
+    assert 0.5 < found["share"]["low"] <= found["share"]["value"] <= 1
+    cells = json.loads((tmp_path / "measure.json").read_text())["cells"]
+    assert [cell["train"] for cell in cells] == ["bf16", "fp32"]
+    assert cells[0]["router_agreement"] == found
+    assert "same experts" not in sampled[1]

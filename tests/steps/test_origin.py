@@ -16,6 +16,10 @@ NAMES = {"model": "tiny", "problems": "few", "engine": "transformers", "rollout"
 
 @pytest.fixture
 def config(tiny_model_folder, tmp_path):
+    return configuration(tiny_model_folder, tmp_path)
+
+
+def configuration(model, tmp_path):
     """A configuration with rollouts of four problems, the third of which has an empty first response."""
     config = Config.model_validate(
         {
@@ -33,7 +37,7 @@ def config(tiny_model_folder, tmp_path):
         }
     )
     paths = Paths(Path(config.output))
-    shutil.copytree(tiny_model_folder, paths.of("model", model="tiny"))
+    shutil.copytree(model, paths.of("model", model="tiny"))
     rows = [
         {
             "problem_id": f"p{problem}",
@@ -73,3 +77,13 @@ def test_of_fp32_there_is_no_part_to_put_in_fp32(config):
 def test_an_engine_whose_states_cannot_be_seen_is_refused(config):
     with pytest.raises(UserError, match="hidden states of the engine vllm cannot be seen"):
         origin.run(config, **{**NAMES, "engine": "vllm"}, train="fp16")
+
+
+def test_of_a_mixture_of_experts_the_routing_of_both_sides_is_compared(tiny_moe_folder, tmp_path, config):
+    mixture = configuration(tiny_moe_folder, tmp_path / "moe")
+    origin.run(mixture, **NAMES, train="fp16")
+    found = artifacts.read_json(Paths(Path(mixture.output)).of("origin", **NAMES, train="fp16"))["router_agreement"]
+    assert (found["responses"], found["tokens"], len(found["layers"])) == (3, 9, 2)
+    assert 0.5 < found["share"]["low"] <= found["share"]["value"] <= 1
+    origin.run(config, **NAMES, train="fp16")
+    assert "router_agreement" not in artifacts.read_json(Paths(Path(config.output)).of("origin", **NAMES, train="fp16"))

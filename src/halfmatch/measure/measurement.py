@@ -34,6 +34,8 @@ FOREIGN, RECORDED = "others", "recorded"
 MICRO_BATCH_TOKENS = 4096
 # Requests that the engine gets at a time, in fills of its slots.
 SLOT_FILLS_A_CALL = 8
+# Prompts to a response of each of which both sides' routing is compared, where the model is a mixture of experts.
+ROUTED_PROMPTS = 16
 
 
 def run(settings: Settings) -> str:
@@ -191,8 +193,36 @@ class _Measurement:
                 yield from zip(group, logp, strict=True)
 
         computed = {"dtype": train, "emulated": is_emulated(train, precision.emulate, device)}
+        more = self._router_agreement(policy, rollout, groups()) if engine == "transformers" else {}
         with Progress(f"scores in {train}", total, "responses") as progress:
-            return self._write(engine, rollout, train, scored(progress), inputs, computed)
+            return self._write(engine, rollout, train, scored(progress), inputs, computed, more)
+
+    def _router_agreement(self, policy: Any, rollout: Any, groups: Iterable[list[foreign.Rollout]]) -> dict[str, Any]:
+        """For a mixture of experts: whether the engine, decoding again, takes the same ones as the trainer's pass."""
+        import torch
+
+        from halfmatch.mismatch import routing
+        from halfmatch.models.routing import is_mixture
+        from halfmatch.precision.casting import cast_model
+
+        assert self.folder is not None
+        if not is_mixture(policy.config):
+            return {}
+        firsts = {item.problem_id: item for item in reversed(next(iter(groups))) if len(item.token_ids)}
+        chosen = [firsts[name] for name in sorted(firsts)[:ROUTED_PROMPTS]]
+        precision = self._precision(rollout)
+        decoder = models.load(self.folder, torch.float32).to(policy.device)
+        cast_model(decoder, precision.rollout, precision.fp32_modules, precision.emulate)
+        found = routing.agreement(
+            decoder,
+            policy,
+            [item.prompt_ids or () for item in chosen],
+            [item.token_ids for item in chosen],
+            bootstrap_samples=self.settings.bootstrap_samples,
+            seed=self.settings.seed,
+            confidence=self.settings.confidence,
+        )
+        return {"router_agreement": found}
 
     def _write(
         self,
@@ -202,8 +232,9 @@ class _Measurement:
         scored: Iterable[tuple[foreign.Rollout, Any]],
         inputs: dict[str, str],
         computed: dict[str, Any],
+        more: Mapping[str, Any] | None = None,
     ) -> summary.Cell:
-        """Write scores of the sampled tokens, measure them, and write that too."""
+        """Write scores of the sampled tokens, measure them, and write that too, with `more` that was measured."""
         names = {"model": self.name, "problems": PROBLEMS, "engine": engine, "rollout": rollout, "train": train}
         settings, path = self.settings, self.paths.of("scores", **names)
         source = {**self._provenance(inputs), **computed}
@@ -212,6 +243,7 @@ class _Measurement:
         analysis = offline.analyse(
             path, bootstrap_samples=settings.bootstrap_samples, seed=settings.seed, confidence=settings.confidence
         )
+        analysis |= more or {}
         offline.write_curves(self.paths.of("mismatch_curves", **names), offline.curves(analysis))
         artifacts.write_json(self.paths.of("mismatch", **names), analysis, self._provenance({"scores": _sha256(path)}))
         return summary.Cell(self.name, engine, rollout, train, analysis, path)

@@ -38,6 +38,12 @@ class Cell:
         return {name: estimate(value) for name, value in self.analysis["metrics"].items()}
 
     @property
+    def same_experts(self) -> Estimate | None:
+        """Of a mixture of experts: the share of tokens × layers that both sides send to the same ones."""
+        found = self.analysis.get("router_agreement")
+        return estimate(found["share"]) if found else None
+
+    @property
     def label(self) -> str:
         return self.rollout if self.train == self.rollout else f"{self.rollout} → {self.train}"
 
@@ -109,6 +115,7 @@ def _column(cell: Cell) -> dict[str, str]:
         "ESS/N, by the law": share(metrics["ess_share_predicted"]),
         "usable length T½, tokens": with_interval(metrics["usable_length"], 2),
         **{f"ESS/N at {tokens // 1024}K tokens": share(ess_share_after(metrics["k3"], tokens)) for tokens in HORIZONS},
+        **({"same experts, tokens × layers": share(cell.same_experts)} if cell.same_experts else {}),
     }
 
 
@@ -140,6 +147,7 @@ def _as_json(cell: Cell) -> dict[str, Any]:
         "rollout": cell.rollout,
         "train": cell.train,
         **{name: cell.analysis[name] for name in ("problems", "sequences", "tokens", "confidence", "metrics")},
+        **({"router_agreement": cell.analysis["router_agreement"]} if cell.same_experts else {}),
         "ess_share_after": {str(tokens): ess_share_after(metrics["k3"], tokens)._asdict() for tokens in HORIZONS},
         "findings": _findings(cell),
     }

@@ -27,6 +27,7 @@ from halfmatch import models
 from halfmatch.engines.decoding import forced_logprobs
 from halfmatch.mismatch.tracing import Calls, InFloat64, Operation, operations, traced
 from halfmatch.precision.casting import cast_model
+from halfmatch.precision.own_matmuls import one_expert_after_the_other
 from halfmatch.rl.batching import collate
 from halfmatch.rl.scoring import token_logprobs
 from halfmatch.statistics import bootstrap
@@ -223,6 +224,7 @@ class _References:
 
     def __init__(self, pair: _Pair, setting: Setting):
         unrounded = models.load(setting.folder, torch.float32).to(setting.device).double()
+        one_expert_after_the_other(unrounded)
         self._models = {"unrounded": unrounded, "trainer": _holding(unrounded, pair.trainer_model)}
         pairs = zip(pair.engine_model.parameters(), pair.trainer_model.parameters(), strict=True)
         if not all(torch.equal(one.double(), other.double()) for one, other in pairs):

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from halfmatch.errors import UserError
 from halfmatch.precision.casting import part_of
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 # What the numbers of experts are kept as.
 KEPT = torch.int16
@@ -22,6 +25,12 @@ KEPT = torch.int16
 def routers(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The routers of a model, layer by layer; none for a dense model."""
     return [module for path, module in model.named_modules() if part_of(path.rpartition(".")[2], module) == "router"]
+
+
+def is_mixture(config: PretrainedConfig) -> bool:
+    """Whether a model of this configuration has experts."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return any((getattr(config.get_text_config(), name, None) or 0) > 1 for name in names)
 
 
 class Recorder:

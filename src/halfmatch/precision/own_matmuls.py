@@ -45,13 +45,18 @@ def replace_own_matmuls(model: PreTrainedModel, *, emulated: bool, leave: Collec
     modules = [module for module in model.modules() if has_own_matmuls(module)]
     if not modules:
         return
-    if model._can_set_experts_implementation():
-        model.set_experts_implementation("eager")  # one expert after the other, each by functional.linear
+    one_expert_after_the_other(model)
     in_fp32 = {part for module in leave for part in module.modules()}
     for module in modules:
         if emulated or module in in_fp32 or all(p.dtype == torch.float32 for p in module.parameters(recurse=False)):
             kind = type(module)
             module.__class__ = type(kind.__name__, (OwnMatmuls, kind), {})
+
+
+def one_expert_after_the_other(model: PreTrainedModel) -> None:
+    """Compute experts by `functional.linear`, in any dtype, and not all of them in one grouped kernel."""
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")
 
 
 class _OnCpu(TorchFunctionMode):
