@@ -132,7 +132,7 @@ TABLES: Mapping[str, Table] = {
                 (name, pa.float64(), True)
                 for name in (
                     *("k1", "k2", "k3", "mean_abs_prob_diff", "max_prob_diff", "min_prob_diff"),
-                    *("kl_sequence", "sigma", "ess_share"),
+                    *("kl_sequence", "sigma", "ess_share", "probe_k3", "probe_mean_abs", "probe_max_abs"),
                     *("entropy", "ratio_mean", "ratio_min", "ratio_max", "clip_low_share", "clip_high_share"),
                     *("weight_raw_mean", "weight_raw_min", "weight_raw_max"),
                     *("weight_mean", "weight_min", "weight_max", "truncated_share", "kept_share"),

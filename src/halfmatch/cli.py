@@ -131,6 +131,14 @@ def _run_step(options: argparse.Namespace) -> None:
         known = _known(config, wildcard)
         if name not in known:
             raise UserError(f"--{wildcard} {name}: the configuration has no such name; {nearest(name, known)}")
+    if options.name == "train" and config.training is not None and config.training.ranks > 1:
+        from halfmatch.rl import launch
+
+        if not launch.is_rank():
+            arguments = ["train", "--config", *map(str, options.config), "--run", options.run]
+            if status := launch.start(config.training, arguments):
+                raise SystemExit(status)
+            return
     run(options.name, config, **wildcards)
 
 

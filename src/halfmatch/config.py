@@ -195,6 +195,16 @@ class Training(Section):
     micro_batch_tokens: int = Field(
         2048, ge=1, le=100_000_000, description="tokens a forward and backward pass, padding included"
     )
+    activation_checkpointing: bool = Field(
+        False, description="compute the activations of decoder blocks again in the backward pass, for less memory"
+    )
+    ranks: int = Field(
+        1, ge=1, le=4096, description="processes of a run, on GPUs one each; the model is sharded over them (FSDP2)"
+    )
+    nodes: int = Field(1, ge=1, le=512, description="machines that the ranks are spread over, evenly")
+    probe: bool = Field(
+        True, description="after every sync, score a few fixed tokens on both sides to see that the weights arrived"
+    )
     objective_settings: dict[Name, dict[str, float | bool | str]] = Field(
         {}, description="changes to rows of the table of objectives, e.g. {grpo-token-tis: {bound: 3}}"
     )
@@ -208,6 +218,8 @@ class Training(Section):
         batch = self.prompts_per_iteration * self.samples_per_prompt
         if batch % self.gradient_steps:
             raise ValueError(f"{batch} rollouts an iteration do not divide into gradient_steps {self.gradient_steps}")
+        if self.ranks % self.nodes:
+            raise ValueError(f"ranks {self.ranks} do not divide into nodes {self.nodes}")
         if self.sampling.top_p < 1:
             raise ValueError(
                 "training.sampling.top_p must be 1: a nucleus biases the ratio of π and μ by the kept mass"

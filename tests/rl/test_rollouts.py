@@ -6,7 +6,7 @@ import torch
 
 from halfmatch.config import Sampling
 from halfmatch.engines import Completion
-from halfmatch.rl.rollouts import Problem, ProblemSampler, collect, fill_ungraded, grade
+from halfmatch.rl.rollouts import Problem, ProblemSampler, collect, fill_ungraded, grade, lay_out
 
 EOS = 1
 PROBLEMS = [Problem(f"p{index}", str(index), (2, 3 + index)) for index in range(5)]
@@ -30,15 +30,9 @@ class ScriptedGrader:
 
 def graded(completions, *labels, problems=None):
     grader = ScriptedGrader(*labels)
-    rollouts = grade(
-        problems or [PROBLEMS[0]] * len(completions),
-        completions,
-        len(completions),
-        grader=grader,
-        decode=lambda ids: " ".join(map(str, ids)),
-        stop_token_ids={EOS},
-    )
-    return rollouts, grader
+    problems = problems or [PROBLEMS[0]] * len(completions)
+    verdicts = grade(problems, completions, grader=grader, decode=lambda ids: " ".join(map(str, ids)))
+    return lay_out(problems, completions, verdicts, len(completions), stop_token_ids={EOS}), grader
 
 
 def test_every_problem_comes_once_an_epoch_in_orders_of_their_own():

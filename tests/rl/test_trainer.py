@@ -1,3 +1,4 @@
+import json
 import math
 from copy import deepcopy
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from halfmatch.rl.batching import collate
 from halfmatch.rl.checkpoints import Checkpoints
 from halfmatch.rl.objectives import OBJECTIVES, named
 from halfmatch.rl.rollouts import Problem
-from halfmatch.rl.trainer import Trainer
+from halfmatch.rl.trainer import Plan, Trainer
 
 EOS = 1
 PROBLEMS = [Problem(f"p{index}", "7", (2 + index, 12, 3 + index)) for index in range(5)]
@@ -29,6 +30,7 @@ SETTINGS = Training(
     adam_eps=1e-4,
     micro_batch_tokens=24,
     checkpoint_every=1,
+    probe=False,
 )
 
 
@@ -120,7 +122,7 @@ def build(tiny_model_folder):
 
 
 def weights_of(trainer):
-    return {name: weight.clone() for name, weight in trainer.masters.named()}
+    return {name: weight.clone() for name, weight in trainer.policy.masters.named()}
 
 
 def quiet(done, note):
@@ -201,7 +203,7 @@ def plain_training(model, engine, name, training, steps_drawn):
 def test_two_iterations_equal_plain_training_in_float64(build, tmp_path, name):
     training = settings(weight_decay=0.1, clip_norm=0.05)
     trainer = build(name, training=training)
-    reference = deepcopy(trainer.model)
+    reference = deepcopy(trainer.policy.model)
     reference.set_attn_implementation("eager")
     start = weights_of(trainer)
     rows = trainer.run(Checkpoints(tmp_path, course={}, keep=1), quiet)
@@ -223,8 +225,8 @@ def test_gradient_does_not_depend_on_the_split_into_micro_batches(build, name):
     for budget in (1, 30, 10_000):
         trainer = build(name, training=settings(micro_batch_tokens=budget, learning_rate=0.0), **wide)
         gradients = []
-        trainer.optimizer.step = lambda trainer=trainer, into=gradients: into.append(
-            torch.cat([gradient.flatten() for gradient in trainer.masters.gradients])
+        trainer.policy.optimizer.step = lambda trainer=trainer, into=gradients: into.append(
+            torch.cat([gradient.flatten() for gradient in trainer.policy.masters.gradients])
         )
         rows = list(trainer.iteration())
         found.append((gradients, [row["loss"] for row in rows], [row["entropy"] for row in rows]))
@@ -239,7 +241,7 @@ def test_gradient_does_not_depend_on_the_split_into_micro_batches(build, name):
 def test_every_step_sees_every_problem_and_every_response_has_one_step(build):
     trainer = build(training=settings(prompts_per_iteration=3, samples_per_prompt=4, gradient_steps=2))
     batch = collate([[2]] * 12, [[3, EOS]] * 12, {EOS})
-    steps = [torch.cat(plan).tolist() for plan in trainer.plan(batch)]
+    steps = [plan.rows.tolist() for plan in trainer.plan(batch)]
     assert sorted(row for step in steps for row in step) == list(range(12))
     assert [sorted({row // 4 for row in step}) for step in steps] == [[0, 1, 2], [0, 1, 2]]
 
@@ -265,7 +267,7 @@ def test_ratio_moves_after_the_first_step(build):
 def test_the_old_policy_is_scored_only_where_it_is_needed(build, name):
     trainer = build(name, training=settings(micro_batch_tokens=10_000))
     passes = []
-    trainer.model.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
+    trainer.policy.model.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
     list(trainer.iteration())
     needs = name not in ("dppo-tv", "dppo-kl", "rloo") and not name.startswith("pg")
     assert passes == ([False] * 2 if needs else []) + [True] * 2
@@ -292,15 +294,15 @@ def test_equal_weights_give_a_mean_weight_of_one_at_another_temperature(build):
 def test_forced_overflow_skips_the_step_and_changes_nothing(build):
     precision = Precision.named("fp16", emulate="always", loss_scaling={"initial_scale": 2.0**40, "max_scale": 2.0**40})
     trainer = build("pg", precision)
-    trainer.scaler.factor = 1024.0
+    trainer.policy.scaler.factor = 1024.0
     before_overflow, _ = trainer.iteration()
     assert not before_overflow["step_skipped"]
     trainer.rows.append(before_overflow)
 
-    trainer.scaler.factor = 2.0**40
+    trainer.policy.scaler.factor = 2.0**40
     weights = weights_of(trainer)
-    computed = deepcopy(trainer.model.state_dict())
-    moments = deepcopy(trainer.optimizer.state_dict()["state"])
+    computed = deepcopy(trainer.policy.model.state_dict())
+    moments = deepcopy(trainer.policy.optimizer.state_dict()["state"])
     row, *_ = trainer.iteration()
     assert math.isnan(row["gradient_norm"])
     assert row["step_skipped"] is True
@@ -308,13 +310,13 @@ def test_forced_overflow_skips_the_step_and_changes_nothing(build):
     assert row["loss_scale"] == 2.0**40
     assert row["first_non_finite"].startswith("gradient of")
     assert math.isfinite(row["loss"])
-    assert trainer.scaler.factor == 2.0**38  # two skipped steps
-    assert trainer.masters.gradients == []
-    for name, weight in trainer.masters.named():
+    assert trainer.policy.scaler.factor == 2.0**38  # two skipped steps
+    assert trainer.policy.masters.gradients == []
+    for name, weight in trainer.policy.masters.named():
         assert torch.equal(weight, weights[name])
-    for name, weight in trainer.model.state_dict().items():
+    for name, weight in trainer.policy.model.state_dict().items():
         assert torch.equal(weight, computed[name])
-    after = trainer.optimizer.state_dict()["state"]
+    after = trainer.policy.optimizer.state_dict()["state"]
     for index, state in moments.items():
         for name, value in state.items():
             assert torch.equal(after[index][name], value)
@@ -358,8 +360,8 @@ def test_collapse_is_recorded_with_its_step_and_no_traceback(build, tmp_path, ca
     else:
         assert len(rows) == 5
     assert f"step 4: {events[4]}" in caplog.text
-    assert "iteration-00000002.pt" in caplog.text
-    assert all(weight.isfinite().all() for _, weight in trainer.masters.named())
+    assert "iteration-00000002" in caplog.text
+    assert all(weight.isfinite().all() for _, weight in trainer.policy.masters.named())
 
 
 class BlindEngine(CannedEngine):
@@ -435,8 +437,8 @@ def test_a_kl_in_the_loss_holds_the_policy_back(build, tmp_path):
         trainer = build("grpo", training=settings(iterations=4), kl_coefficient=coefficient, kl_estimator="k2")
         trainer.run(Checkpoints(tmp_path / str(coefficient), course={}, keep=1), quiet)
         batch = collate([problem.prompt_ids for problem in PROBLEMS], [[3, 7, EOS]] * 5, {EOS})
-        now = trainer._score_all(trainer.model, batch, [[torch.arange(5)]])
-        reference = trainer._score_all(trainer.reference, batch, [[torch.arange(5)]])
+        now = trainer._score_all(trainer.policy.model, batch, [Plan(torch.arange(5), [torch.arange(5)])])
+        reference = trainer._score_all(trainer.reference, batch, [Plan(torch.arange(5), [torch.arange(5)])])
         return (now - reference).square().mean()
 
     assert 0 < moved(10.0) < moved(1e-6) / 2
@@ -445,7 +447,7 @@ def test_a_kl_in_the_loss_holds_the_policy_back(build, tmp_path):
 def test_a_kl_in_the_reward_is_taken_off_response_by_response(build):
     trainer = build("pg", kl_coefficient=0.5, kl_estimator="k1", kl_place="reward", scale_by_std=False)
     with torch.no_grad():
-        for parameter in trainer.model.parameters():
+        for parameter in trainer.policy.model.parameters():
             parameter.mul_(1.01)
     make_experience, made = trainer.experience, []
     trainer.experience = lambda *arguments: made.append((arguments[0], make_experience(*arguments))) or made[-1][1]
@@ -464,10 +466,10 @@ def test_the_engine_gets_the_trainers_weights_before_every_generation(build, tmp
     trainer.run(Checkpoints(tmp_path, course={}, keep=1), quiet)
     kinds = [kind for kind, _ in trainer.engine.calls]
     iteration = ["generate", "sleep", "wake", "load"]
-    assert kinds == ["load", *iteration, *iteration]
+    assert kinds == ["wake", "load", *iteration, *iteration]
     loaded = [weights for kind, weights in trainer.engine.calls if kind == "load"]
     assert all(torch.equal(loaded[0][name], start[name]) for name in start)
-    assert all(torch.equal(loaded[2][name], weight) for name, weight in trainer.masters.named())
+    assert all(torch.equal(loaded[2][name], weight) for name, weight in trainer.policy.masters.named())
     assert not all(torch.equal(loaded[0][name], loaded[1][name]) for name in start)
 
 
@@ -519,10 +521,10 @@ def test_resumed_equals_uninterrupted_bit_for_bit(build, tmp_path, objective, pr
     assert len(whole.rows) == 10
     assert repr(resumed.rows) == repr(whole.rows)
     assert (tmp_path / "parts" / "log.csv").read_bytes() == (tmp_path / "whole" / "log.csv").read_bytes()
-    for name, weight in whole.masters.named():
+    for name, weight in whole.policy.masters.named():
         assert torch.equal(weight, weights_of(resumed)[name]), name
-    assert whole.scaler is None or whole.scaler.state_dict() == resumed.scaler.state_dict()
-    ours, theirs = whole.optimizer.state_dict()["state"], resumed.optimizer.state_dict()["state"]
+    assert whole.policy.scaler is None or whole.policy.scaler.state_dict() == resumed.policy.scaler.state_dict()
+    ours, theirs = whole.policy.optimizer.state_dict()["state"], resumed.policy.optimizer.state_dict()["state"]
     for index, state in ours.items():
         for name, value in state.items():
             assert torch.equal(value, theirs[index][name])
@@ -533,9 +535,8 @@ def test_on_resume_the_engine_serves_the_checkpoint(build, tmp_path):
     resumed = build(training=settings(iterations=2))
     fresh = weights_of(resumed)
     resumed.run(Checkpoints(tmp_path, course={}, keep=1), quiet)
-    kind, loaded = resumed.engine.calls[0]
-    assert kind == "load"
-    stored = torch.load(tmp_path / "iteration-00000002.pt", weights_only=True)["state"]["rows"]
+    loaded = next(weights for kind, weights in resumed.engine.calls if kind == "load")
+    stored = json.loads((tmp_path / "iteration-00000002" / "state.json").read_text())["state"]["rows"]
     assert len(stored) == 4
     assert not all(torch.equal(loaded[name], fresh[name]) for name in fresh)
 
@@ -553,3 +554,45 @@ def test_learning_rate_warms_up_linearly(build):
         [0.0025, 0.005, 0.0075, 0.01, 0.01, 0.01]
     )
     assert build(training=settings(warmup_steps=0)).learning_rate(0) == 0.01
+
+
+def test_activations_computed_again_give_the_same_bits(build, tmp_path):
+    def run(name, **changes):
+        precision = Precision.named("fp16", emulate="always")
+        trainer = build("grpo", precision, training=settings(**changes))
+        calls = []
+        trainer.policy.model.model.layers[0].self_attn.register_forward_hook(lambda *_: calls.append(1))
+        return trainer.run(Checkpoints(tmp_path / name, course={}, keep=1), quiet), weights_of(trainer), len(calls)
+
+    kept, kept_weights, kept_calls = run("kept")
+    again, again_weights, again_calls = run("again", activation_checkpointing=True)
+    assert again_calls > kept_calls
+    assert repr(again) == repr(kept)
+    assert all(torch.equal(again_weights[name], weight) for name, weight in kept_weights.items())
+
+
+# ------------------------------------------------------------------------------------------------------------- probe
+def test_the_probe_is_logged_with_the_first_step_after_every_sync(build, tmp_path):
+    trainer = build("grpo", engine="transformers", training=settings(probe=True, iterations=3))
+    rows = trainer.run(Checkpoints(tmp_path, course={}, keep=1), quiet)
+    assert [row["probe_k3"] is not None for row in rows] == [True, False] * 3
+    assert all(0 <= row["probe_max_abs"] < 1e-3 for row in rows[::2])  # fp32 on both sides
+
+
+def test_the_probe_sees_weights_that_did_not_arrive(build, tmp_path):
+    trainer = build("grpo", engine="transformers", training=settings(probe=True, iterations=3, learning_rate=3e-2))
+    load, loads = trainer.engine.load_weights, []
+    trainer.engine.load_weights = lambda weights: loads.append(1) or (load(weights) if len(loads) == 1 else None)
+    rows = trainer.run(Checkpoints(tmp_path, course={}, keep=1), quiet)
+    fresh, *_, stale = [row["probe_mean_abs"] for row in rows[::2]]
+    assert fresh < 1e-5
+    assert stale > 1e-2
+
+
+def test_the_probe_changes_nothing_else(build, tmp_path):
+    runs = []
+    for probe in (True, False):
+        trainer = build("grpo", engine="transformers", training=settings(probe=probe))
+        rows = trainer.run(Checkpoints(tmp_path / str(probe), course={}, keep=1), quiet)
+        runs.append([{name: value for name, value in row.items() if not name.startswith("probe")} for row in rows])
+    assert repr(runs[0]) == repr(runs[1])

@@ -23,7 +23,7 @@ def test_a_row_has_every_column_and_no_other():
 
 
 def test_rows_are_on_disk_as_they_come(tmp_path):
-    table = LiveTable(tmp_path / "run" / "log.csv", COLUMNS, [numbers(0)])
+    table = LiveTable(tmp_path / "run", "log.csv", COLUMNS, [numbers(0)])
     for step in (1, 2):
         table.append(numbers(step))
         with open(tmp_path / "run" / "log.csv", encoding="utf-8") as file:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 
 from halfmatch import artifacts, models
 from halfmatch.config import Config
@@ -123,12 +124,11 @@ def test_train_writes_log_curves_and_model(prepare, quick_grader):
     assert str(paths.root) not in str(source)
 
     folder = paths.of("trained", run=RUN)
-    trained, state = (
-        models.load(folder, torch.float32),
-        torch.load(paths.of("checkpoints", run=RUN) / "iteration-00000003.pt", weights_only=True),
-    )
+    trained = models.load(folder, torch.float32)
+    (shard,) = (paths.of("checkpoints", run=RUN) / "iteration-00000003").glob("*.safetensors")
+    stored = load_file(shard)
     for name, weight in trained.named_parameters():
-        assert torch.equal(weight, state["state"]["masters"][name])
+        assert torch.equal(weight, stored[f"master.{name}"])
     assert models.load_config(folder).dtype == torch.float32
     assert (
         models.load_tokenizer(folder).get_vocab() == models.load_tokenizer(paths.of("model", model="tiny")).get_vocab()
@@ -195,8 +195,8 @@ def test_a_changed_setting_starts_afresh_after_the_end_and_is_refused_before_it(
     monkeypatch.setattr(train.Trainer, "iteration", dies_in_the_second)
     with pytest.raises(KeyboardInterrupt):
         train.run(changed, run=RUN)
-    assert [path.name for path in paths.of("checkpoints", run=RUN).glob("*.pt")] == ["iteration-00000001.pt"]
-    with pytest.raises(UserError, match=r"iteration-00000001\.pt: .*unfinished run with other settings"):
+    assert [path.name for path in paths.of("checkpoints", run=RUN).glob("iter*")] == ["iteration-00000001"]
+    with pytest.raises(UserError, match=r"iteration-00000001: .*unfinished run with other settings"):
         train.run(config, run=RUN)
 
 
@@ -307,7 +307,7 @@ def test_a_run_killed_with_9_again_and_again_ends_in_the_same_bytes(prepare, tmp
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(settings(paths.root, **training)), encoding="utf-8")
     checkpoints = paths.of("checkpoints", run=RUN)
-    for wanted in ("iteration-00000002.pt", "iteration-00000006.pt"):
+    for wanted in ("iteration-00000002", "iteration-00000006"):
         process = command_line(file)
         deadline = time.monotonic() + 300
         while process.poll() is None and not (checkpoints / wanted).exists() and time.monotonic() < deadline:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from halfmatch.engines import Engine
 
 PROMPT_TOKENS = 160
-RESPONSE_TOKENS = 16
+RESPONSE_TOKENS = 4
 REQUESTS = 4
 
 # The other side: log-probs of given responses to given prompts at temperature 1, one array [tokens] a response.

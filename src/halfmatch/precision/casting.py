@@ -32,22 +32,38 @@ def cast_model(
     - Where `is_emulated`, Linear layers become emulated ones, and so do the matmuls of routers and experts.
     - Attention becomes `halfmatch.precision.attention` on a CPU, PyTorch's fused kernels elsewhere.
     """
-    device = next(model.parameters()).device
+    prepare_model(model, dtype, fp32_modules, emulate)
+    if "between_matmuls" in fp32_modules and dtype != "fp32":
+        return
+    kept_parameters = _parameters_in_fp32(model, fp32_modules)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.float32 if id(parameter) in kept_parameters else torch_dtype(dtype))
+
+
+def prepare_model(
+    model: PreTrainedModel,
+    dtype: DType,
+    fp32_modules: Collection[Fp32Module] = (),
+    emulate: Emulate = "auto",
+    device: str | None = None,
+) -> None:
+    """All of `cast_model` but the cast of the parameters: for a model whose parameters are cast where they are used.
+
+    `device`: where the model will compute, if it is not there yet.
+    """
+    device = device or next(model.parameters()).device.type
     compute = torch_dtype(dtype)
     kept = modules_in_fp32(model, fp32_modules)
-    implementation = attention.NAME if device.type == "cpu" else "sdpa"
+    implementation = attention.NAME if device == "cpu" else "sdpa"
     if "between_matmuls" in fp32_modules and dtype != "fp32":
         _refuse_other_matmuls(model)
         in_fp32 = "attention" in fp32_modules
         _set_attention(model, implementation if in_fp32 else attention.rounding_name(implementation, dtype))
         _replace_linears(model, lambda layer: RoundingLinear(layer, compute), leave=kept)
         return
-    kept_parameters = {id(parameter) for module in kept for parameter in module.parameters()}
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(torch.float32 if id(parameter) in kept_parameters else compute)
     _set_attention(model, implementation)
-    emulated = is_emulated(dtype, emulate, str(device))
-    if device.type == "cpu":
+    emulated = is_emulated(dtype, emulate, device)
+    if device == "cpu":
         replace_own_matmuls(model, emulated=emulated, leave=kept)
     if dtype == "fp32":
         return
@@ -60,10 +76,14 @@ def cast_model(
             if "rotary" in type(module).__name__.lower():  # its angles come in the dtype of what it is given
                 module.register_forward_pre_hook(_widen_inputs, with_kwargs=True)
     embedding = model.get_input_embeddings()
-    if id(embedding.weight) in kept_parameters:
+    if id(embedding.weight) in _parameters_in_fp32(model, fp32_modules):
         embedding.register_forward_hook(_CastOutputs(compute))
     if emulated:
         _replace_linears(model, EmulatedLinear, leave=kept)
+
+
+def _parameters_in_fp32(model: PreTrainedModel, names: Collection[Fp32Module]) -> set[int]:
+    return {id(parameter) for module in modules_in_fp32(model, names) for parameter in module.parameters()}
 
 
 def modules_in_fp32(model: PreTrainedModel, names: Collection[Fp32Module]) -> dict[torch.nn.Module, Fp32Module]:

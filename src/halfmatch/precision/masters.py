@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
+from torch.distributed.tensor import DTensor
 
 
 class MasterWeights:
@@ -63,12 +64,7 @@ class MasterWeights:
 
         Gradients with a NaN or an infinity are left as they are.
         """
-        norm = torch.nn.utils.get_total_norm(self.gradients)
-        if not math.isfinite(norm):
-            return math.nan
-        if max_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), max_norm, norm)
-        return float(norm)
+        return clip_to_norm(self.parameters.values(), max_norm)
 
     def clear_gradients(self) -> None:
         for master in self.parameters.values():
@@ -85,11 +81,21 @@ class MasterWeights:
         """Names and float32 weights, what a checkpoint stores and a rollout engine loads."""
         return ((name, master.detach()) for name, master in self.parameters.items())
 
-    @torch.no_grad()
-    def load(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Set every master, and the model with them."""
-        if missing := self.parameters.keys() ^ weights.keys():
-            raise ValueError(f"weights and masters differ in {', '.join(sorted(missing))}")
-        for name, master in self.parameters.items():
-            master.copy_(weights[name])
-        self.round_into_model()
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """Names and float32 weights to be read or filled; `round_into_model` follows where they were filled."""
+        return dict(self.named())
+
+
+def clip_to_norm(parameters: Iterable[torch.nn.Parameter], max_norm: float | None) -> float:
+    """Scale the gradients of some parameters, whole or sharded, down to a global norm of at most `max_norm`.
+
+    Returns the norm before, NaN if it is not finite; such gradients are left as they are.
+    """
+    parameters = list(parameters)
+    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    if not math.isfinite(norm):
+        return math.nan
+    if max_norm is not None:
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return float(norm)

@@ -123,7 +123,7 @@ class Finding:
     name: str | None = None
 
     def look(self, name: str, values: Any) -> None:
-        if self.name is None and not all(tensor.isfinite().all() for tensor in _tensors(values)):
+        if self.name is None and not all(tensor.detach().isfinite().all() for tensor in _tensors(values)):
             self.name = name
 
 

@@ -106,3 +106,31 @@ def micro_batches(lengths: Sequence[int], budget: int) -> list[torch.Tensor]:
         else:
             groups.append([row])
     return [torch.tensor(group, dtype=torch.int64) for group in groups]
+
+
+def rank_shares(lengths: Sequence[int], budget: int, ranks: int) -> list[list[torch.Tensor]]:
+    """Split rows over ranks, and each rank's into micro-batches: for every rank as many, as ranks compute in step.
+
+    The longest row that is left goes to the rank with the fewest tokens. A rank that has too few micro-batches splits
+    its largest; one that has nothing left to split gets empty ones. On one rank this is `micro_batches`.
+    """
+    rows: list[list[int]] = [[] for _ in range(ranks)]
+    tokens = [0] * ranks
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        rank = tokens.index(min(tokens))
+        rows[rank].append(row)
+        tokens[rank] += lengths[row]
+    shares = [
+        [torch.tensor(sorted(own))[group] for group in micro_batches([lengths[row] for row in sorted(own)], budget)]
+        for own in rows
+    ]
+    count = max(map(len, shares), default=0)
+    for share in shares:
+        while len(share) < count:
+            largest = max(share, key=len, default=torch.tensor([], dtype=torch.int64))
+            if len(largest) < 2:
+                share.append(largest[:0])
+                continue
+            place = next(place for place, group in enumerate(share) if group is largest)
+            share[place : place + 1] = largest.chunk(2)
+    return shares

@@ -1,67 +1,158 @@
-"""Checkpoints of a training run: everything that its next iteration depends on, in one file that is whole or not there.
+"""Checkpoints of a training run: everything that its next iteration depends on, in a folder that is whole or not there.
 
-A file holds tensors and plain values only and is read with `weights_only=True`: nothing in it can run code.
+Tensors are safetensors, written by torch's distributed checkpoint, each rank its own shards; any number of ranks reads
+them again. The rest is JSON. Nothing in a checkpoint can run code.
+
+The tensors are copied when `save` is called and written while the training goes on.
 """
 
 from __future__ import annotations
 
 import fcntl
-import pickle
+import json
+import os
 import random
+import shutil
+import warnings
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from halfmatch.artifacts import atomic
 from halfmatch.errors import UserError
+from halfmatch.rl.ranks import ALONE, Ranks
+
+STATE = "state.json"
+# That one process alone writes is what was asked for.
+warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One that was found. `read_tensors` fills tensors that are laid out as this run has them."""
+
+    path: Path
+    iterations: int
+    state: Mapping[str, Any]
+
+    def read_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Fill whole or sharded tensors, in place; UserError where the checkpoint does not hold them as they are."""
+        stored = self._stored()
+        if differing := sorted(stored ^ tensors.keys()):
+            raise UserError(
+                f"{self.path}: does not hold the tensors of this run: {', '.join(differing[:5])}"
+                f"{' and others' if len(differing) > 5 else ''}; remove it to start afresh"
+            )
+        load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(self.path)), no_dist=not dist.is_initialized())
+
+    def _stored(self) -> set[str]:
+        names: set[str] = set()
+        for file in self.path.glob("*.safetensors"):
+            try:
+                with safe_open(file, framework="pt") as opened:
+                    names |= set(opened.keys())
+            except (SafetensorError, OSError) as error:
+                raise UserError(
+                    f"{file}: is damaged ({error}); remove {self.path} to go on from the one before it"
+                ) from None
+        return names
 
 
 class Checkpoints:
-    """The checkpoints of one run, in a folder of its own.
+    """The checkpoints of one run, in a folder of its own, which all ranks share.
 
     `course` says what the run's course depends on: a digest of its settings, of its code, and so on, by what they are
     of. What an unfinished run of another course has left is refused: going on from it would mix two runs, and removing
     it is not ours to decide. What a finished run has left is replaced.
     """
 
-    def __init__(self, folder: Path, *, course: Mapping[str, str], keep: int):
+    def __init__(self, folder: Path, *, course: Mapping[str, str], keep: int, ranks: Ranks = ALONE):
         self.folder = folder
         self.course = dict(course)
         self.keep = keep
+        self.ranks = ranks
+        # Of its own, as it is used by a thread beside the training.
+        self._group = dist.new_group(backend="gloo") if ranks.size > 1 else None
+        self._written: Future[None] | None = None
 
-    def save(self, iterations: int, state: Mapping[str, Any], *, finished: bool = False) -> None:
-        """Write the state after `iterations` iterations, then drop all but the last `keep` up to it."""
-        content = {"course": self.course, "finished": finished, "state": {**state, "random": random_state()}}
-        written = self._path(iterations)
-        with atomic(written) as file:
-            torch.save(content, file)
-        for path in [path for path in self._files() if path <= written][: -self.keep]:
-            path.unlink()
+    def save(
+        self, iterations: int, state: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], *, finished: bool = False
+    ) -> None:
+        """Begin to write the state after `iterations` iterations; then all but the last `keep` up to it go.
 
-    def load(self, iterations: int) -> tuple[int, dict[str, Any]] | None:
-        """The latest state, of at most `iterations` iterations, and how many; None where the run starts afresh.
+        `state`: plain values, the same on every rank. Waits for the write before it, and where the run is `finished`
+        for this one.
+        """
+        self.wait()
+        path = self._path(iterations)
+        part = path.with_name(f".{path.name}.part")
+        if self.ranks.first:
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+            content = {"course": self.course, "finished": finished, "state": state}
+            (part / STATE).write_text(json.dumps(content), encoding="utf-8")
+        self.ranks.wait()
+        (part / _random_file(self.ranks.rank)).write_text(json.dumps(random_state()), encoding="utf-8")
+        self.ranks.wait()
+        writer = HuggingFaceStorageWriter(str(part), save_distributed=True)
+        written = async_save(
+            dict(tensors), storage_writer=writer, process_group=self._group, no_dist=self.ranks.size == 1
+        )
+        assert isinstance(written, Future)
+        self._written = Future()
+        written.add_done_callback(lambda done: self._put_in_place(done, part, path))
+        if finished:
+            self.wait()
+
+    def wait(self) -> None:
+        """Until what was begun is written."""
+        if self._written is not None:
+            self._written.result()
+            self._written = None
+        self.ranks.wait()
+
+    def close(self) -> None:
+        """Let the thread that writes end, where the run does not go on."""
+        if self._written is not None:
+            self._written.exception()
+
+    def find(self, iterations: int) -> Checkpoint | None:
+        """The latest one, of at most `iterations` iterations; None where the run starts afresh.
 
         Restores the random number generators of torch, NumPy and Python, and removes what a killed write has left.
         """
-        for part in self.folder.glob(".iteration-*.part"):
-            part.unlink()
-        for path in reversed(self._files()):
+        if self.ranks.first:
+            for part in self.folder.glob(".iteration-*.part"):
+                shutil.rmtree(part)
+        self.ranks.wait()
+        for path in reversed(self._paths()):
             content = _read(path)
             if content["course"] != self.course:
                 self._replace(path, content)
                 return None
             if (done := _iterations(path)) <= iterations:
-                restore_random_state(content["state"].pop("random"))
-                return done, content["state"]
+                # A rank that the run had not when this was written goes on from the first one's random numbers.
+                own = path / _random_file(self.ranks.rank)
+                restore_random_state(_read_json(own if own.exists() else path / _random_file(0)))
+                return Checkpoint(path, done, content["state"])
         return None
 
     @contextmanager
     def sole_user(self) -> Iterator[None]:
         """Keep other processes from the same run: each would remove what the other writes. Ends with the process."""
+        if not self.ranks.first:
+            yield
+            return
         self.folder.mkdir(parents=True, exist_ok=True)
         with open(self.folder / ".lock", "w") as lock:
             try:
@@ -74,9 +165,29 @@ class Checkpoints:
             yield
 
     def latest(self) -> Path | None:
-        """The newest checkpoint, for messages."""
-        files = self._files()
-        return files[-1] if files else None
+        """The newest checkpoint, for messages; waits for the one that is being written."""
+        self.close()
+        paths = self._paths()
+        return paths[-1] if paths else None
+
+    def _put_in_place(self, done: Future[Any], part: Path, path: Path) -> None:
+        """Called by the thread that wrote, when every rank has written."""
+        assert self._written is not None
+        try:
+            done.result()
+            if self.ranks.first:
+                for file in part.glob("*.json"):
+                    _sync(file)
+                _sync(part)
+                shutil.rmtree(path, ignore_errors=True)
+                part.rename(path)
+                _sync(self.folder)
+                for old in [old for old in self._paths() if old <= path][: -self.keep]:
+                    shutil.rmtree(old)
+        except BaseException as error:
+            self._written.set_exception(error)
+        else:
+            self._written.set_result(None)
 
     def _replace(self, path: Path, content: Mapping[str, Any]) -> None:
         if not content["finished"]:
@@ -88,43 +199,60 @@ class Checkpoints:
                 f"{path}: the checkpoint of an unfinished run with other {', '.join(differing)}. Restore what it was "
                 f"run with to go on from it, or remove {self.folder} to start afresh"
             )
-        for old in self._files():
-            old.unlink()
+        self.ranks.wait()  # until all have read what the first one removes
+        if self.ranks.first:
+            for old in self._paths():
+                shutil.rmtree(old)
+        self.ranks.wait()
 
     def _path(self, iterations: int) -> Path:
-        return self.folder / f"iteration-{iterations:08d}.pt"
+        return self.folder / f"iteration-{iterations:08d}"
 
-    def _files(self) -> list[Path]:
-        return sorted(self.folder.glob("iteration-*.pt"))
+    def _paths(self) -> list[Path]:
+        return sorted(self.folder.glob("iteration-*"))
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The content of one file; UserError where it is not what `save` writes."""
-    with open(path, "rb") as file:
-        try:
-            content = torch.load(file, map_location="cpu", weights_only=True)
-        except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
-            raise UserError(
-                f"{path}: is no whole checkpoint, or holds more than tensors and plain values, which is never loaded "
-                f"({reason}); remove it to go on from the one before it"
-            ) from None
+    """What `save` wrote as JSON; UserError where it is something else."""
+    content = _read_json(path / STATE)
     if not isinstance(content, dict) or not content.keys() >= {"course", "finished", "state"}:
         raise UserError(f"{path}: is no checkpoint of halfmatch; remove it to go on from the one before it")
     return content
 
 
+def _read_json(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{file.parent}: is no whole checkpoint ({error}); remove it to go on from the one before it"
+        ) from None
+
+
 def _iterations(path: Path) -> int:
-    return int(path.stem.removeprefix("iteration-"))
+    return int(path.name.removeprefix("iteration-"))
+
+
+def _random_file(rank: int) -> str:
+    return f"random-{rank}.json"
+
+
+def _sync(path: Path) -> None:
+    """Have the disk hold what was written to a file or folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def random_state() -> dict[str, Any]:
-    """The state of every process-wide random number generator."""
+    """The state of every process-wide random number generator, as plain values."""
     numpy = np.random.get_state(legacy=False)
     version, internal, gauss = random.getstate()
     return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "torch": torch.get_rng_state().tolist(),
+        "cuda": torch.cuda.get_rng_state().tolist() if torch.cuda.is_available() else None,
         "numpy": {**numpy, "state": {**numpy["state"], "key": numpy["state"]["key"].tolist()}},
         "python": {"version": version, "internal": list(internal), "gauss": gauss},
     }
@@ -132,9 +260,9 @@ def random_state() -> dict[str, Any]:
 
 def restore_random_state(state: Mapping[str, Any]) -> None:
     """The inverse of `random_state`."""
-    torch.set_rng_state(state["torch"])
-    if state["cuda"]:
-        torch.cuda.set_rng_state_all(state["cuda"])
+    torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
+    if state["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state(torch.tensor(state["cuda"], dtype=torch.uint8))
     numpy, python = state["numpy"], state["python"]
     np.random.set_state({**numpy, "state": {**numpy["state"], "key": np.array(numpy["state"]["key"], dtype=np.uint32)}})
     random.setstate((python["version"], tuple(python["internal"]), python["gauss"]))

@@ -98,31 +98,40 @@ def collect(
 def grade(
     problems: Sequence[Problem],
     completions: Sequence[Completion],
-    samples: int,
     *,
     grader: Grader,
     decode: Callable[[list[int]], str],
+) -> list[str]:
+    """The verdict on every completion. The engine's token ids are the record; text is for the grader."""
+    verdicts = grader.grade_many(
+        [
+            (decode(completion.token_ids), problem.answer, completion.finish_reason == "length")
+            for problem, completion in zip(problems, completions, strict=True)
+        ]
+    )
+    return [verdict.label for verdict in verdicts]
+
+
+def lay_out(
+    problems: Sequence[Problem],
+    completions: Sequence[Completion],
+    verdicts: Sequence[str],
+    samples: int,
+    *,
     stop_token_ids: Collection[int],
 ) -> Rollouts:
-    """Grade completions and lay them out as tensors. The engine's token ids are the record; text is for the grader."""
+    """Graded completions as tensors."""
     batch = collate(
         [problem.prompt_ids for problem in problems],
         [completion.token_ids for completion in completions],
         stop_token_ids,
     )
     _check(completions, batch)
-    verdicts = grader.grade_many(
-        [
-            (decode(completion.token_ids), problem.answer, truncated)
-            for problem, completion, truncated in zip(problems, completions, batch.truncated.tolist(), strict=True)
-        ]
-    )
-    labels = [verdict.label for verdict in verdicts]
     return Rollouts(
         batch=batch,
         logp_rollout=pad([completion.logprobs for completion in completions], batch.response_mask),
-        rewards=fill_ungraded(torch.tensor([REWARDS[label] for label in labels]), samples),
-        verdicts=labels,
+        rewards=fill_ungraded(torch.tensor([REWARDS[verdict] for verdict in verdicts]), samples),
+        verdicts=verdicts,
     )
 
 

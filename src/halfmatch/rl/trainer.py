@@ -2,6 +2,9 @@
 
 Master weights and the optimizer's state are float32, the model computes in the precision's compute dtype, the engine
 samples in its rollout dtype. θ' are the weights that an iteration's rollouts were sampled with, θ the current ones.
+
+On several ranks each samples and grades its share of the problems; then every rank holds all rollouts, and computes the
+micro-batches of its own. Losses, gradients and log rows are those of one rank, but for the order of float32 sums.
 """
 
 from __future__ import annotations
@@ -9,31 +12,32 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
-from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from halfmatch.config import Training
 from halfmatch.engines import Engine, NonFiniteError
+from halfmatch.engines.probe import probe, probe_requests
 from halfmatch.errors import UserError
 from halfmatch.mismatch.metrics import sequence_metrics, token_metrics
-from halfmatch.precision import Precision, torch_dtype
-from halfmatch.precision.casting import cast_model
-from halfmatch.precision.masters import MasterWeights
+from halfmatch.precision import Precision
 from halfmatch.precision.monitors import audit_matmuls, first_non_finite, probe_overflow
-from halfmatch.precision.scaling import LossScaler
 from halfmatch.rl import monitors
 from halfmatch.rl.advantages import group_advantages
-from halfmatch.rl.batching import Batch, micro_batches
-from halfmatch.rl.checkpoints import Checkpoints
+from halfmatch.rl.batching import Batch, rank_shares
+from halfmatch.rl.checkpoints import Checkpoint, Checkpoints
+from halfmatch.rl.learner import Learner, frozen_copy
 from halfmatch.rl.objectives import Totals, merge_statistics, policy_loss, reference_kl
 from halfmatch.rl.parts import Objective
-from halfmatch.rl.rollouts import Problem, ProblemSampler, Rollouts, collect, grade
-from halfmatch.rl.scoring import token_logprobs
+from halfmatch.rl.ranks import ALONE, Ranks
+from halfmatch.rl.rollouts import Problem, ProblemSampler, Rollouts, collect, grade, lay_out
+from halfmatch.rl.scoring import response_logprobs, token_logprobs
 from halfmatch.rl.training_log import COLUMNS, LiveTable, complete
 
 if TYPE_CHECKING:
@@ -59,8 +63,13 @@ class Experience:
     logp_reference: torch.Tensor | None = None  # of the initial policy, [B, R] float32, where a KL to it is in the loss
 
 
-# The rows of one gradient step, as the micro-batches that they are computed in.
-Plan = list[torch.Tensor]
+@dataclass(frozen=True)
+class Plan:
+    """One gradient step: its rows, and the micro-batches that this rank computes of them. Every rank has as many, empty
+    ones among them where rows are few."""
+
+    rows: torch.Tensor  # [rows] int64
+    micro_batches: Sequence[torch.Tensor]  # of row indices, [rows of the micro-batch] int64
 
 
 class Trainer:
@@ -79,31 +88,22 @@ class Trainer:
         precision: Precision,
         objective: Objective,
         seed: int,
+        ranks: Ranks = ALONE,
     ):
         """`model`: float32, on its device; it is cast here, in place. `decode`: token ids to text, for the grader."""
         if engine.dtype != precision.rollout:
             raise UserError(f"the engine computes in {engine.dtype}, and the precision asks for {precision.rollout}")
-        self.model, self.engine, self.grader, self.decode = model, engine, grader, decode
+        self.engine, self.grader, self.decode, self.ranks = engine, grader, decode, ranks
         self.settings, self.precision, self.objective, self.seed = settings, precision, objective, seed
         self.stop_token_ids = frozenset(stop_token_ids)
         self.sampler = ProblemSampler(problems, seed)
 
-        self.initial = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-        cast_model(model, precision.compute, precision.fp32_modules, precision.emulate)
         # The initial policy, in the compute dtype: on the same shapes as the policy it has the same bits at the start.
-        needs_reference = objective.kl.kl_coefficient > 0
-        self.reference = deepcopy(model).requires_grad_(False) if needs_reference else None
-        model.requires_grad_(True)
-        self.masters = MasterWeights(model, self.initial, torch_dtype(precision.reduce))
-        self.optimizer = torch.optim.AdamW(
-            self.masters.parameters.values(),
-            lr=settings.learning_rate,
-            betas=settings.adam_betas,
-            eps=settings.adam_eps,
-            weight_decay=settings.weight_decay,
-            fused=True,
-        )
-        self.scaler = LossScaler(precision.loss_scaling) if precision.loss_scaling else None
+        self.reference = frozen_copy(model, precision, ranks) if objective.kl.kl_coefficient > 0 else None
+        self.policy = Learner(model, settings, precision, ranks)
+        shape = model.config.get_text_config()
+        fits = settings.probe and shape.max_position_embeddings
+        self.probe_requests = probe_requests(shape.vocab_size, fits) if fits else None
         self.limits = monitors.Limits(
             max_skip_share=settings.max_skip_share,
             stop_at_collapse=settings.on_collapse == "stop",
@@ -113,6 +113,7 @@ class Trainer:
         self.rows: list[dict[str, Any]] = []
         self.timings: list[dict[str, float]] = []
         self.ended = False  # by a monitor, before the last iteration
+        self.probed: dict[str, float] = {}  # how far the engine's new weights are from the policy's, by column
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     def run(self, checkpoints: Checkpoints, progress: Callable[[int, str], None]) -> list[dict[str, Any]]:
@@ -122,14 +123,16 @@ class Trainer:
         `progress` is told how many more iterations are done and what they brought.
         """
         self.check()
-        resumed = checkpoints.load(self.settings.iterations)
-        if resumed:
-            self.restore(*resumed)
+        if found := checkpoints.find(self.settings.iterations):
+            self.restore(found)
             progress(self.iterations, "from the checkpoint")
-        self.engine.load_weights(self.masters.named())  # a new engine serves the model folder, not the checkpoint
+        self.sync()  # a new engine serves the model folder, not the checkpoint
+        # The first rank writes for all of them.
+        folder = checkpoints.folder if self.ranks.first else None
         with (
-            closing(LiveTable(checkpoints.folder / "log.csv", COLUMNS, self.rows)) as log,
-            closing(LiveTable(checkpoints.folder / "seconds.csv", ("iteration", *PHASES), self.timings)) as seconds,
+            closing(checkpoints),
+            closing(LiveTable(folder, "log.csv", COLUMNS, self.rows)) as log,
+            closing(LiveTable(folder, "seconds.csv", ("iteration", *PHASES), self.timings)) as seconds,
         ):
             while not self.ended and self.iterations < self.settings.iterations:
                 self._advance(log, checkpoints)
@@ -139,13 +142,16 @@ class Trainer:
                 self.iterations += 1
                 finished = self.ended or self.iterations == self.settings.iterations
                 if finished or self.iterations % self.settings.checkpoint_every == 0:
-                    checkpoints.save(self.iterations, self.state(), finished=finished)
+                    checkpoints.save(self.iterations, self.state(), self.policy.tensors(), finished=finished)
                 progress(1, f"reward {self.rows[-1]['reward']:.3f}")
         return self.rows
 
     def _advance(self, log: LiveTable, checkpoints: Checkpoints) -> None:
         """One iteration with its rows judged and logged; sets `ended` where the run cannot or should not go on."""
-        last_good = f"the last checkpoint is {checkpoints.latest() or 'not written yet'}"
+
+        def last_good() -> str:
+            return f"the last checkpoint is {checkpoints.latest() or 'not written yet'}"
+
         try:
             for row in self.iteration():
                 self.rows.append(row)
@@ -153,7 +159,7 @@ class Trainer:
                 if event:
                     row["event"] = event.message
                     self.ended = event.stop
-                    logger.warning("step %d: %s; %s", row["step"], event.message, last_good)
+                    logger.warning("step %d: %s; %s", row["step"], event.message, last_good())
                 log.append(row)
                 if self.ended:
                     return
@@ -162,31 +168,33 @@ class Trainer:
                 raise
             self.rows[-1]["event"] = f"stopped: {error}"
             self.ended = True
-            logger.warning("step %d: %s; %s", self.rows[-1]["step"], error, last_good)
+            logger.warning("step %d: %s; %s", self.rows[-1]["step"], error, last_good())
         except UserError as error:
-            raise UserError(f"{error}; {last_good}") from None
+            raise UserError(f"{error}; {last_good()}") from None
 
     def iteration(self) -> Iterator[dict[str, Any]]:
         """One round: rollouts, and a few gradient steps on them. Yields the log row of each step."""
         settings = self.settings
         with self._timed("rollout"):
             drawn = self.sampler.draw(settings.prompts_per_iteration)
-            problems, completions = collect(
-                drawn,
+            sample = partial(
+                collect,
+                self.ranks.share(drawn),
                 settings.samples_per_prompt,
                 engine=self.engine,
                 sampling=settings.sampling,
                 stop_token_ids=self.stop_token_ids,
                 seed=self.seed,
             )
+            problems, completions = self.ranks.together(sample, NonFiniteError)
             self.engine.sleep()
         with self._timed("grading"):
-            rollouts = grade(
-                problems,
-                completions,
+            verdicts = grade(problems, completions, grader=self.grader, decode=self.decode)
+            rollouts = lay_out(
+                self.ranks.gather(problems),
+                self.ranks.gather(completions),
+                self.ranks.gather(verdicts),
                 settings.samples_per_prompt,
-                grader=self.grader,
-                decode=self.decode,
                 stop_token_ids=self.stop_token_ids,
             )
         plans = self.plan(rollouts.batch)
@@ -195,12 +203,12 @@ class Trainer:
 
         mismatch: dict[str, float] = {}
         if experience.logp_old is not None:
-            mismatch = mismatch_columns(experience, experience.logp_old, torch.cat([torch.cat(plan) for plan in plans]))
+            mismatch = mismatch_columns(experience, experience.logp_old, torch.cat([plan.rows for plan in plans]))
         for number, plan in enumerate(plans):
             with self._timed("training"):
                 columns, logp = self.gradient_step(experience, plan)
             if number == 0 and experience.logp_old is None:  # θ = θ' in the first step, and in no other
-                mismatch = mismatch_columns(experience, logp, torch.cat(plan))
+                mismatch = mismatch_columns(experience, logp, plan.rows)
             yield complete(
                 {
                     "iteration": self.iterations,
@@ -209,13 +217,21 @@ class Trainer:
                     "response_tokens": rollouts.batch.response_mask.sum().item() / len(rollouts.verdicts),
                     "truncated_responses": rollouts.share("truncated"),
                     "timeout_responses": rollouts.share("timeout"),
-                    **(mismatch if number == 0 else {}),
+                    **(mismatch | self.probed if number == 0 else {}),
                     **columns,
                 }
             )
         with self._timed("sync"):
-            self.engine.wake()
-            self.engine.load_weights(self.masters.named())
+            self.sync()
+
+    def sync(self) -> None:
+        """Give the engine the policy's weights, and see on the probe that it has them."""
+        self.engine.wake()
+        self.engine.load_weights(self.policy.masters.named())
+        if self.probe_requests is not None:
+            score = partial(response_logprobs, self.policy.model, micro_batch_tokens=self.settings.micro_batch_tokens)
+            found = max(self.ranks.gather([probe(self.engine, score, self.probe_requests)]), key=attrgetter("k3"))
+            self.probed = {"probe_k3": found.k3, "probe_mean_abs": found.mean_abs, "probe_max_abs": found.max_abs}
 
     def plan(self, batch: Batch) -> list[Plan]:
         """Split an iteration's rows into gradient steps, and each step's rows into micro-batches.
@@ -227,13 +243,14 @@ class Trainer:
         rows, steps = torch.arange(len(batch.input_ids)), self.settings.gradient_steps
         lengths, budget = batch.lengths, self.settings.micro_batch_tokens
         hands = [rows[step::steps] for step in range(steps)]
-        return [[hand[part] for part in micro_batches(lengths[hand].tolist(), budget)] for hand in hands]
+        shares = [rank_shares(lengths[hand].tolist(), budget, self.ranks.size)[self.ranks.rank] for hand in hands]
+        return [Plan(hand, [hand[part] for part in share]) for hand, share in zip(hands, shares, strict=True)]
 
     def experience(self, rollouts: Rollouts, plans: Sequence[Plan]) -> Experience:
         """Rewards become advantages; the passes of π(θ') and the initial policy run where the objective needs them."""
-        device = next(self.model.parameters()).device
+        device = next(self.policy.model.parameters()).device
         batch, kl = rollouts.batch.to(device), self.objective.kl
-        logp_old = self._score_all(self.model, batch, plans) if self.objective.needs_old_logp else None
+        logp_old = self._score_all(self.policy.model, batch, plans) if self.objective.needs_old_logp else None
         logp_reference = self._score_all(self.reference, batch, plans) if self.reference is not None else None
         rewards = rollouts.rewards
         if kl.is_in("reward"):
@@ -253,23 +270,13 @@ class Trainer:
         """One optimizer step, left out where a gradient is not finite; returns its columns of the log and log π(θ) of
         its rows before the step, [B, R]."""
         step = len(self.rows)
-        rate = self.learning_rate(step)
-        scale = self.scaler.factor if self.scaler else None
+        rate, scale = self.learning_rate(step), self.policy.loss_scale
 
         columns, logp = self._accumulate(experience, plan)
-        if self.scaler:
-            self.scaler.unscale(self.masters.gradients)
-        norm = self.masters.clip_gradients(self.settings.clip_norm)
+        norm = self.policy.step(rate)
         skipped = norm != norm
-        if not skipped:
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate
-            self.optimizer.step()
-            self.masters.round_into_model()
-        self.masters.clear_gradients()
         culprit = self._find_non_finite(experience, plan) if skipped else None
-        if self.scaler:
-            self.scaler.update(overflow=skipped)
+        self.policy.adjust_scale(overflow=skipped)
 
         columns |= {
             "gradient_norm": norm,
@@ -286,96 +293,100 @@ class Trainer:
         """Linear warm-up to the constant rate, skipped steps counted: step 0 has 1/warmup_steps of it."""
         return self.settings.learning_rate * min(1.0, (step + 1) / max(self.settings.warmup_steps, 1))
 
-    def _score(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        return token_logprobs(self.model, batch, self.settings.sampling.temperature)
+    def _score(self, model: torch.nn.Module, batch: Batch, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs and entropies of a micro-batch. An empty one is a pass over the shortest row that counts for
+        nothing: the other ranks wait for this one's part of their weights."""
+        if len(rows):
+            return token_logprobs(model, batch.select(rows), self.settings.sampling.temperature)
+        idle = batch.select(batch.lengths.argmin()[None])
+        logp, entropy = token_logprobs(model, idle, self.settings.sampling.temperature)
+        return logp[:0] + 0 * logp.sum(), entropy[:0]
 
     @torch.no_grad()
     def _score_all(self, model: torch.nn.Module, batch: Batch, plans: Sequence[Plan]) -> torch.Tensor:
         """Log-probs of an iteration's responses under one policy, in the micro-batches of the plans: [B, R], 0 outside
         of the responses."""
         scores = torch.zeros(batch.response_mask.shape, device=batch.response_mask.device)
-        for rows in (rows for plan in plans for rows in plan):
-            logp, _ = token_logprobs(model, batch.select(rows), self.settings.sampling.temperature)
+        for rows in (rows for plan in plans for rows in plan.micro_batches):
+            logp, _ = self._score(model, batch, rows)
             scores[rows, : logp.shape[1]] = logp
-        return scores
+        return self.ranks.sum(scores)
 
     def _accumulate(self, experience: Experience, plan: Plan) -> tuple[dict[str, Any], torch.Tensor]:
         """Forward and backward over the micro-batches of a step. Each loss is its share of the step's, so the summed
         gradients are the step's whatever the split."""
-        totals = Totals.of(experience.batch.response_mask[torch.cat(plan)])
-        loss, entropy, parts = 0.0, 0.0, []
+        totals = Totals.of(experience.batch.response_mask[plan.rows])
+        sums, parts = torch.zeros(2, dtype=torch.float64), []
         logp = torch.zeros_like(experience.logp_rollout)
-        for rows in plan:
-            micro = experience.batch.select(rows)
-            width = micro.response_mask.shape[1]
-            micro_logp, micro_entropy = self._score(micro)
+        for number, rows in enumerate(plan.micro_batches):
+            micro_logp, micro_entropy = self._score(self.policy.model, experience.batch, rows)
+            width = micro_logp.shape[1]
             micro_loss, statistics = policy_loss(
                 self.objective,
                 logp=micro_logp,
                 logp_old=None if experience.logp_old is None else experience.logp_old[rows, :width],
                 logp_rollout=experience.logp_rollout[rows, :width],
                 advantages=experience.advantages[rows],
-                mask=micro.response_mask,
+                mask=experience.batch.response_mask[rows, :width],
                 max_length=self.settings.sampling.max_tokens,
                 logp_reference=None if experience.logp_reference is None else experience.logp_reference[rows, :width],
                 totals=totals,
             )
-            (self.scaler.scale(micro_loss) if self.scaler else micro_loss).backward()
+            self.policy.backward(micro_loss, last=number == len(plan.micro_batches) - 1)
             logp[rows, :width] = micro_logp.detach()
-            loss += micro_loss.item()
-            entropy += micro_entropy.sum().item()
+            sums += torch.tensor([micro_loss.item(), micro_entropy.sum().item()], dtype=torch.float64)
             parts.append(statistics)
-        columns = merge_statistics(self.objective, parts)
+        columns = merge_statistics(self.objective, self.ranks.gather(parts))
         del columns["tokens"], columns["sequences"]
-        return {**columns, "loss": loss, "entropy": entropy / totals.tokens}, logp
+        loss, entropy = self.ranks.sum(sums).tolist()
+        return {**columns, "loss": loss, "entropy": entropy / totals.tokens}, self.ranks.sum(logp)
 
     def _find_non_finite(self, experience: Experience, plan: Plan) -> str | None:
         """Run a step that was skipped once more, at the same loss scale, and watch it."""
-        with first_non_finite(self.model) as finding:
+        with first_non_finite(self.policy.model) as finding:
             self._accumulate(experience, plan)
-        self.masters.clear_gradients()
-        return finding.name
+        self.policy.masters.clear_gradients()
+        return next((name for name in self.ranks.gather([finding.name]) if name), None)
 
     def _weight_change(self, step: int) -> float | None:
-        """|θ − θ_0| / |θ_0| of the masters, in the first steps; then θ_0 is let go."""
-        if step >= monitors.FIRST_STEPS:
-            self.initial.clear()
-            return None
-        start = [self.initial[name] for name in self.masters.parameters]
-        now = [master.detach() for master in self.masters.parameters.values()]
-        change = torch.nn.utils.get_total_norm(torch._foreach_sub(now, start))
-        return (change / torch.nn.utils.get_total_norm(start)).item()
+        """How far the weights have moved, in the first steps; then the initial ones are let go."""
+        if step < monitors.FIRST_STEPS:
+            return self.policy.change()
+        self.policy.initial.clear()
+        return None
 
     def check(self) -> None:
         """Refuse a model that computes in another dtype than asked for, or whose activations leave its range."""
-        device = next(self.model.parameters()).device
+        model = self.policy.model
+        device = next(model.parameters()).device
         prompts = [
             torch.tensor(problem.prompt_ids, device=device) for problem in self.sampler.problems[:PROBED_PROMPTS]
         ]
-        audit_matmuls(self.model, self.precision, prompts[0][None])
-        probe_overflow(self.model, prompts, self.precision.compute)
+        audit_matmuls(model, self.precision, prompts[0][None])
+        probe_overflow(model, prompts, self.precision.compute)
 
     def state(self) -> dict[str, Any]:
-        """Everything that the next iteration depends on, but for process-wide random numbers."""
+        """Everything that the next iteration depends on, but for tensors and process-wide random numbers."""
         return {
-            "masters": dict(self.masters.named()),
-            "optimizer": self.optimizer.state_dict(),
-            "scaler": self.scaler.state_dict() if self.scaler else None,
+            "policy": self.policy.state(),
             "position": self.sampler.position,
             "rows": self.rows,
             "timings": self.timings,
             "ended": self.ended,
         }
 
-    def restore(self, iterations: int, state: Mapping[str, Any]) -> None:
-        """The inverse of `state`, after `iterations` iterations."""
-        self.masters.load(state["masters"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        if self.scaler:
-            self.scaler.load_state_dict(state["scaler"])
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """The inverse of `state`."""
+        checkpoint.read_tensors(self.policy.tensors())
+        state = checkpoint.state
+        self.policy.restore(state["policy"])
         self.sampler.position = state["position"]
         self.rows, self.timings, self.ended = state["rows"], state["timings"], state["ended"]
-        self.iterations = iterations
+        self.iterations = checkpoint.iterations
+
+    def trained_weights(self) -> dict[str, torch.Tensor]:
+        """The masters, whole, on the CPU; nothing but on the first rank."""
+        return {name: weight.cpu() for name, weight in self.policy.masters.named() if self.ranks.first}
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:

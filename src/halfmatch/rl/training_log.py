@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -20,10 +21,12 @@ def complete(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class LiveTable:
-    """A CSV that is read while it grows: rows are on disk when `append` returns."""
+    """A CSV that is read while it grows: rows are on disk when `append` returns. Without a folder it goes nowhere."""
 
-    def __init__(self, path: Path, columns: Iterable[str], rows: Iterable[Mapping[str, Any]] = ()):
-        path.parent.mkdir(parents=True, exist_ok=True)
+    def __init__(self, folder: Path | None, name: str, columns: Iterable[str], rows: Iterable[Mapping[str, Any]] = ()):
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+        path = os.devnull if folder is None else folder / name
         self._file: IO[str] = open(path, "w", encoding="utf-8", newline="")  # noqa: SIM115
         self._writer = _csv_writer(self._file, columns)
         for row in rows:

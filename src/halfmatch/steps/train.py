@@ -21,6 +21,7 @@ from halfmatch.paths import Paths, Run
 from halfmatch.progress import Progress
 from halfmatch.rl import objectives
 from halfmatch.rl.checkpoints import Checkpoints
+from halfmatch.rl.ranks import join
 from halfmatch.rl.rollouts import Problem
 from halfmatch.rl.trainer import Trainer
 from halfmatch.rl.training_log import write_curves
@@ -47,33 +48,48 @@ def run(config: Config, *, run: str) -> None:
     source = provenance(config, "train", inputs={"perfectible": perfectible, "model": folder}, run=run)
 
     with ExitStack() as stack:
+        ranks = stack.enter_context(join(settings.ranks, config.engine.device))
         checkpoints = Checkpoints(
-            paths.of("checkpoints", run=run), course=course(config, source, run), keep=settings.keep_checkpoints
+            paths.of("checkpoints", run=run),
+            course=course(config, source, run),
+            keep=settings.keep_checkpoints,
+            ranks=ranks,
         )
         stack.enter_context(checkpoints.sole_user())
         grading = config.grading
         grader = stack.enter_context(Grader(rule=grading.rule, timeout_s=grading.timeout_s, workers=grading.workers))
         engine = engines.create(config.engine.name, folder, precision, config.engine)
         stack.callback(engine.close)
-        trainer = Trainer(
-            models.load(folder, torch.float32).to(config.engine.device),
-            engine=engine,
-            grader=grader,
-            decode=partial(prompts.decode, tokenizer),
-            stop_token_ids=prompts.stop_token_ids(folder, tokenizer),
-            problems=problems,
-            settings=settings,
-            precision=precision,
-            objective=objectives.named(cell.objective, settings.objective_settings.get(cell.objective)),
-            seed=cell.seed,
+        with ranks.in_turn():
+            trainer = Trainer(
+                models.load(folder, torch.float32).to(config.engine.device if ranks.mesh is None else "cpu"),
+                engine=engine,
+                grader=grader,
+                decode=partial(prompts.decode, tokenizer),
+                stop_token_ids=prompts.stop_token_ids(folder, tokenizer),
+                problems=problems,
+                settings=settings,
+                precision=precision,
+                objective=objectives.named(cell.objective, settings.objective_settings.get(cell.objective)),
+                seed=cell.seed,
+                ranks=ranks,
+            )
+        rows = trainer.run(
+            checkpoints,
+            stack.enter_context(Progress(f"train {run}", settings.iterations, "iterations")) if ranks.first else _quiet,
         )
-        with Progress(f"train {run}", settings.iterations, "iterations") as progress:
-            rows = trainer.run(checkpoints, progress)
+        weights = trainer.trained_weights()
+        if not ranks.first:
+            return
         source |= {"engine": dict(engine.description), "compute": precision.compute, "long_prompts": long}
 
     artifacts.write(paths.of("training_log", run=run), "training_log", rows, source)
     write_curves(paths.of("training_curves", run=run), rows)
-    save_trained(trainer, folder, paths.of("trained", run=run))
+    save_trained(weights, folder, paths.of("trained", run=run))
+
+
+def _quiet(done: int, note: str) -> None:
+    """Progress of a rank that is not the first: the same as the first one's."""
 
 
 def read_problems(config: Config, path: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Problem], list[str]]:
@@ -109,9 +125,16 @@ def read_problems(config: Config, path: Path, tokenizer: PreTrainedTokenizerBase
 
 
 def course(config: Config, source: Mapping[str, Any], run: str) -> dict[str, str]:
-    """Digests of what the course of a run depends on: of all its settings but how many iterations there are."""
+    """Digests of what the course of a run depends on: of all its settings but how many iterations there are, and how
+    many ranks it is computed on, which may change on the way."""
     settings = parameters(config, "train", run=run)
+<<<<<<< HEAD
     del settings["training.iterations"]
+=======
+    for key in ("iterations", "ranks", "nodes"):
+        del settings[f"training.{key}"]
+    code = [hashlib.sha256((PACKAGE / file).read_bytes()).hexdigest() for file in code_files("train")]
+>>>>>>> b4e10a7 (Training on several ranks: FSDP2 shards, distributed checkpoints in safetensors, a probe of the engine after every sync)
     return {
         "settings": digest(settings),
         "model or problems": digest(source["inputs"]),
@@ -120,9 +143,9 @@ def course(config: Config, source: Mapping[str, Any], run: str) -> dict[str, str
     }
 
 
-def save_trained(trainer: Trainer, start: Path, folder: Path) -> None:
-    """Write the master weights as a float32 model folder; the rest is as in the folder that training started from."""
-    model, weights = models.load(start, torch.float32), dict(trainer.masters.named())
+def save_trained(weights: Mapping[str, torch.Tensor], start: Path, folder: Path) -> None:
+    """Write float32 weights as a model folder; the rest is as in the folder that training started from."""
+    model = models.load(start, torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])

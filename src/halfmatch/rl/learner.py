@@ -1,0 +1,145 @@
+"""A model in training: the weights that it computes with, their float32 masters, AdamW, and the loss scale.
+
+On one rank the model holds its weights in the compute dtype and the masters lie apart; on several ranks it is sharded,
+and the shards are the masters (halfmatch.precision.sharding).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from halfmatch.config import Training
+from halfmatch.precision import Precision, torch_dtype
+from halfmatch.precision.casting import cast_model, prepare_model
+from halfmatch.precision.masters import MasterWeights
+from halfmatch.precision.scaling import LossScaler
+from halfmatch.precision.sharding import ShardedWeights, blocks, shard
+from halfmatch.rl.ranks import ALONE, Ranks
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# What AdamW remembers of a parameter, beside the number of steps.
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def place(model: PreTrainedModel, precision: Precision, ranks: Ranks = ALONE) -> None:
+    """Make a float32 model compute in a precision, in place, and shard it where there are several ranks."""
+    arguments = precision.compute, precision.fp32_modules, precision.emulate
+    if ranks.mesh is None:
+        cast_model(model, *arguments)
+    else:
+        prepare_model(model, *arguments, device=ranks.mesh.device_type)
+        shard(model, precision, ranks.mesh)
+
+
+def frozen_copy(model: PreTrainedModel, precision: Precision, ranks: Ranks = ALONE) -> PreTrainedModel:
+    """A copy of a float32 model, placed like the model itself, that nobody trains."""
+    copy = deepcopy(model)
+    place(copy, precision, ranks)
+    # Gathered weights change without a trace, so what is computed from them must not be kept, as it is of frozen ones.
+    return copy.requires_grad_(ranks.mesh is not None)
+
+
+class Learner:
+    """One model with what trains it. `gradients → step → adjust_scale` is one optimizer step."""
+
+    def __init__(self, model: PreTrainedModel, settings: Training, precision: Precision, ranks: Ranks = ALONE):
+        """`model`: float32, on its device; it is cast here, in place."""
+        self.model = model
+        self.clip_norm = settings.clip_norm
+        initial = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        if settings.activation_checkpointing:
+            for block in blocks(model):
+                block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        place(model, precision, ranks)
+        model.requires_grad_(True)
+        self.masters: MasterWeights | ShardedWeights = (
+            MasterWeights(model, initial, torch_dtype(precision.reduce))
+            if ranks.mesh is None
+            else ShardedWeights(model)
+        )
+        self.optimizer = torch.optim.AdamW(
+            self.masters.parameters.values(),
+            lr=settings.learning_rate,
+            betas=settings.adam_betas,
+            eps=settings.adam_eps,
+            weight_decay=settings.weight_decay,
+            fused=True,
+        )
+        self.scaler = LossScaler(precision.loss_scaling) if precision.loss_scaling else None
+        # θ_0, for as long as somebody looks at how far the weights have moved.
+        self.initial = {name: weight.clone() for name, weight in self.masters.tensors().items()}
+
+    @property
+    def loss_scale(self) -> float | None:
+        return self.scaler.factor if self.scaler else None
+
+    def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        """Add the gradients of a micro-batch's loss to the masters'. `last` of the step: only then are gradients
+        summed over ranks."""
+        if isinstance(self.model, FSDPModule):
+            self.model.set_requires_gradient_sync(last)
+        (self.scaler.scale(loss) if self.scaler else loss).backward()
+
+    def step(self, learning_rate: float) -> float:
+        """Move the weights by the gradients, which are cleared; returns their norm before clipping.
+
+        Where a gradient is not finite, on any rank, the norm is NaN and nothing moves. `adjust_scale` follows.
+        """
+        if self.scaler:
+            self.scaler.unscale(self.masters.gradients)
+        norm = self.masters.clip_gradients(self.clip_norm)
+        if norm == norm:
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate
+            self.optimizer.step()
+            self.masters.round_into_model()
+        self.masters.clear_gradients()
+        return norm
+
+    def adjust_scale(self, *, overflow: bool) -> None:
+        if self.scaler:
+            self.scaler.update(overflow=overflow)
+
+    def change(self) -> float:
+        """|θ − θ_0| / |θ_0| of the masters."""
+        start, now = list(self.initial.values()), list(self.masters.tensors().values())
+        return (_norm(torch._foreach_sub(now, start)) / _norm(start)).item()
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Masters and moments by name, to be stored or filled: zeros where the optimizer has not stepped yet."""
+        found = {f"master.{name}": weight for name, weight in self.masters.tensors().items()}
+        for name, parameter in self.masters.parameters.items():
+            state = self.optimizer.state[parameter]
+            if not state:
+                state["step"] = torch.zeros((), device=parameter.device)
+                state |= {moment: torch.zeros_like(parameter, requires_grad=False) for moment in MOMENTS}
+            found |= {f"{moment}.{name}": state[moment] for moment in MOMENTS}
+        return found
+
+    def state(self) -> dict[str, Any]:
+        """What is no tensor: the optimizer's steps and the loss scale."""
+        steps = [int(state["step"]) for state in self.optimizer.state.values()]
+        return {"steps": steps, "scaler": self.scaler.state_dict() if self.scaler else None}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state`, after `tensors` were filled."""
+        for of_parameter, steps in zip(self.optimizer.state.values(), state["steps"], strict=True):
+            of_parameter["step"].fill_(steps)
+        if self.scaler:
+            self.scaler.load_state_dict(state["scaler"])
+        self.masters.round_into_model()
+
+
+def _norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    norm = torch.nn.utils.get_total_norm(tensors)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
