@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfmatch.rl.batching import collate, micro_batches, pad, response_mask
+from halfmatch.rl.batching import collate, micro_batches, pad, rank_shares, response_mask
 
 EOS = 1
 token_lists = st.lists(st.lists(st.integers(0, 4), max_size=9), min_size=1, max_size=6)
@@ -76,3 +76,25 @@ def test_micro_batches_cover_every_row_once_within_the_budget(lengths, budget):
 
 def test_micro_batches_put_similar_lengths_together():
     assert [group.tolist() for group in micro_batches([3, 9, 3, 10, 4], 20)] == [[3, 1], [4, 0, 2]]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=30), budget=st.integers(1, 120), ranks=st.integers(1, 6)
+)
+def test_shares_of_ranks_hold_every_row_once_in_as_many_micro_batches(lengths, budget, ranks):
+    shares = rank_shares(lengths, budget, ranks)
+    assert len(shares) == ranks
+    assert sorted(row for share in shares for group in share for row in group.tolist()) == list(range(len(lengths)))
+    assert len({len(share) for share in shares}) == 1
+    for share in shares:
+        for group in share:
+            rows = group.tolist()
+            assert len(rows) < 2 or len(rows) * max(lengths[row] for row in rows) <= budget
+    tokens = [sum(lengths[row] for group in share for row in group.tolist()) for share in shares]
+    assert max(tokens) - min(tokens) <= max(lengths)  # what the longest row first, to the emptiest rank, guarantees
+
+
+def test_one_rank_has_the_micro_batches_of_all_rows():
+    lengths = [5, 9, 9, 2, 7, 30, 1]
+    (share,) = rank_shares(lengths, 20, 1)
+    assert [group.tolist() for group in share] == [group.tolist() for group in micro_batches(lengths, 20)]

@@ -319,3 +319,42 @@ def test_a_run_killed_with_9_again_and_again_ends_in_the_same_bytes(prepare, tmp
         _, errors = process.communicate()
         assert process.returncode == 0, errors
     assert outputs(paths) == outputs(whole_paths)
+
+
+# ------------------------------------------------------------------------------------------------------ several ranks
+@pytest.mark.slow
+def test_two_ranks_train_like_one_and_go_on_from_its_checkpoint(prepare, tmp_path):
+    _, alone = prepare("alone")
+    file = tmp_path / "config.yaml"
+
+    def run_on(paths, **training):
+        file.write_text(yaml.safe_dump(settings(paths.root, **training)), encoding="utf-8")
+        with command_line(file) as process:
+            _, errors = process.communicate()
+        assert process.returncode == 0, errors
+        return artifacts.read(paths.of("training_log", run=RUN), "training_log").to_pylist()
+
+    first = run_on(alone)
+    _, many = prepare("many")
+    rows = run_on(many, ranks=2)
+    assert len(rows) == len(first) == 6
+    assert rows[0]["k3"] == pytest.approx(first[0]["k3"], rel=1e-3)
+    assert rows[0]["loss"] == pytest.approx(first[0]["loss"], abs=1e-5)
+    assert rows[0]["gradient_norm"] == pytest.approx(first[0]["gradient_norm"], rel=0.02)
+    assert models.load_config(many.of("trained", run=RUN)).vocab_size == 20
+
+    longer = run_on(alone, ranks=2, iterations=5)
+    assert longer[:6] == first
+    assert len(longer) == 10
+
+
+@pytest.mark.slow
+def test_what_is_wrong_on_the_ranks_is_told_with_the_same_exit_status(prepare, tmp_path):
+    _, paths = prepare(rows=[perfectible_row("p2", "2×2", "4", kept=False)])
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(settings(paths.root, ranks=2)), encoding="utf-8")
+    with command_line(file) as process:
+        _, errors = process.communicate()
+    assert process.returncode == 2
+    assert "so there is nothing to train on" in errors
+    assert not paths.of("training_log", run=RUN).exists()

@@ -128,13 +128,8 @@ def course(config: Config, source: Mapping[str, Any], run: str) -> dict[str, str
     """Digests of what the course of a run depends on: of all its settings but how many iterations there are, and how
     many ranks it is computed on, which may change on the way."""
     settings = parameters(config, "train", run=run)
-<<<<<<< HEAD
-    del settings["training.iterations"]
-=======
     for key in ("iterations", "ranks", "nodes"):
         del settings[f"training.{key}"]
-    code = [hashlib.sha256((PACKAGE / file).read_bytes()).hexdigest() for file in code_files("train")]
->>>>>>> b4e10a7 (Training on several ranks: FSDP2 shards, distributed checkpoints in safetensors, a probe of the engine after every sync)
     return {
         "settings": digest(settings),
         "model or problems": digest(source["inputs"]),
