@@ -1,4 +1,5 @@
-"""What to make of a training log while it grows: collapse is recorded, a run that cannot go on ends.
+"""What to make of a training log while it grows: collapse and its early warnings are recorded, a run that cannot go on
+ends. docs/monitors.md has the rules.
 
 Everything here is a function of the rows so far, so a resumed run is judged as an uninterrupted one.
 """
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from halfmatch.errors import UserError
+from halfmatch.rl import early_warnings
 
 Row = Mapping[str, Any]
 
@@ -47,11 +49,12 @@ class Event:
 
 
 def check(rows: Sequence[Row], limits: Limits) -> Event | None:
-    """Judge the newest row. Every kind of collapse is reported once, where it shows first.
+    """Judge the newest row. Every kind of collapse or warning is reported once, where it shows first; one a row, the
+    worst first.
 
     A run whose weights did not move in its first steps has learned nothing: its settings are wrong (UserError). A run
     that breaks later is a result: the log says so, and the run ends where too many steps are skipped, or at a collapse
-    if the settings ask for it.
+    if the settings ask for it. A warning never ends a run.
     """
     _require_movement(rows)
     window = rows[-SKIP_WINDOW:]
@@ -66,10 +69,16 @@ def check(rows: Sequence[Row], limits: Limits) -> Event | None:
         ("reward", _reward(rows)),
         ("match with the engine", _mismatch(rows)),
     ):
-        prefix = f"collapse of the {kind}: "
-        if symptom and not any((row["event"] or "").startswith(prefix) for row in rows[:-1]):
+        if symptom and not _reported(rows, prefix := f"collapse of the {kind}: "):
             return Event(prefix + symptom, stop=limits.stop_at_collapse)
+    for signal, finding in early_warnings.crossed(rows):
+        if not _reported(rows, prefix := f"warning, {signal}: "):
+            return Event(prefix + finding, stop=False)
     return None
+
+
+def _reported(rows: Sequence[Row], prefix: str) -> bool:
+    return any((row["event"] or "").startswith(prefix) for row in rows[:-1])
 
 
 def skip_share(rows: Sequence[Row]) -> float:
