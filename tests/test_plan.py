@@ -96,6 +96,13 @@ def test_differences_name_both_values_and_the_source_of_the_paper_s() -> None:
     assert list(differences(paper, paper, sources)) == []
 
 
+def test_a_section_that_is_left_out_is_one_difference() -> None:
+    paper, sources = load([PAPER]), preset_sources(PAPER)
+    without = paper.model_copy(update={"training": None})
+    assert list(differences(without, paper, sources)) == ["training: left out; the paper has it"]
+    assert list(differences(paper, without, {})) == ["training: not of the paper"]
+
+
 def test_sources_are_the_comments_behind_the_values(tmp_path: Path) -> None:
     file = tmp_path / "preset.yaml"
     file.write_text(

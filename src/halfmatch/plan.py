@@ -159,10 +159,18 @@ def _comparison(config: Config, paper: Path) -> Iterator[str]:
 
 
 def differences(config: Config, paper: Config, sources: Mapping[str, str]) -> Iterator[str]:
-    """A line a setting that is not the paper's, with the source of the paper's value."""
+    """A line a setting that is not the paper's, with the source of the paper's value, and one a section that only one
+    of the two has."""
     ours, theirs = _leaves(config.model_dump(mode="json")), _leaves(paper.model_dump(mode="json"))
+    here, there = _left_out(ours, theirs), _left_out(theirs, ours)
+    below = tuple(f"{section}." for section in (*here, *there))
     for key in sorted(ours.keys() | theirs.keys()):
-        if key.startswith(_NOT_SETTINGS) or ours.get(key) == theirs.get(key):
+        if key.startswith((*_NOT_SETTINGS, *below)):
+            continue
+        if key in here or key in there:
+            yield f"{key}: left out; the paper has it" if key in here else f"{key}: not of the paper"
+            continue
+        if ours.get(key) == theirs.get(key):
             continue
         source = f" [{sources[key]}]" if key in sources else ""
         yield f"{key}: {_told(ours, key)}; paper {_told(theirs, key)}{source}"
@@ -194,6 +202,12 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             leaves[f"{prefix}{key}"] = value
     return leaves
+
+
+def _left_out(leaves: Mapping[str, Any], others: Mapping[str, Any]) -> list[str]:
+    """The sections that are null in one configuration and filled in the other."""
+    empty = [key for key, value in leaves.items() if value is None]
+    return [key for key in empty if any(other.startswith(f"{key}.") for other in others)]
 
 
 def _told(leaves: Mapping[str, Any], key: str) -> str:
