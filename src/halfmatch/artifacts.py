@@ -115,11 +115,13 @@ TABLES: Mapping[str, Table] = {
     # out), response_tokens (mean length), truncated_responses and timeout_responses (shares). Of log π(θ') − log μ, in
     # the first row of an iteration alone, over all rollouts where the objective runs the π(θ') pass and over the first
     # step's share of them, where θ = θ', otherwise: k1 … ess_share (see halfmatch.mismatch.metrics; ess_share:
-    # effective sample size over the number of sequences). Of the step: entropy (mean, nats), the ratios π(θ)/π(θ') and
-    # the weights π/μ before (raw) and after their bound (see halfmatch.rl.objectives), loss, gradient norm before
-    # clipping (NaN where a gradient was not finite), loss_scale of the backward pass, skip_share (skipped of all steps
-    # so far), weight_change (|θ − θ_0| / |θ_0| after the step, in the first steps), first_non_finite (tensor, where
-    # skipped), event (what a monitor said). Null: the objective, precision or step has no such number.
+    # effective sample size over the number of sequences); there, too, merge_k3 and merge_lost, of the first
+    # micro-batch, where an adapter is merged for the engine (see halfmatch.models.lora). Of the step: entropy (mean,
+    # nats), the ratios π(θ)/π(θ') and the weights π/μ before (raw) and after their bound (see halfmatch.rl.objectives),
+    # loss, gradient norm before clipping (NaN where a gradient was not finite), loss_scale of the backward pass,
+    # skip_share (skipped of all steps so far), weight_change (|θ − θ_0| / |θ_0| after the step, in the first steps),
+    # first_non_finite (tensor, where skipped), event (what a monitor said). Null: the objective, precision or step has
+    # no such number.
     "training_log": Table(
         _schema(
             ("iteration", pa.int32()),
@@ -133,6 +135,7 @@ TABLES: Mapping[str, Table] = {
                 for name in (
                     *("k1", "k2", "k3", "mean_abs_prob_diff", "max_prob_diff", "min_prob_diff"),
                     *("kl_sequence", "sigma", "ess_share", "probe_k3", "probe_mean_abs", "probe_max_abs"),
+                    *("merge_k3", "merge_lost"),
                     *("entropy", "ratio_mean", "ratio_min", "ratio_max", "clip_low_share", "clip_high_share"),
                     *("weight_raw_mean", "weight_raw_min", "weight_raw_max"),
                     *("weight_mean", "weight_min", "weight_max", "truncated_share", "kept_share"),

@@ -208,6 +208,10 @@ class Training(Section):
     objective_settings: dict[Name, dict[str, float | bool | str]] = Field(
         {}, description="changes to rows of the table of objectives, e.g. {grpo-token-tis: {bound: 3}}"
     )
+    lora: Lora | None = Field(None, description="train adapters and leave the weights as they are; null: all weights")
+    router_replay: bool = Field(
+        False, description="mixtures of experts: score and train with the experts that the engine took for each token"
+    )
     checkpoint_every: int = Field(10, ge=1, le=1_000_000, description="iterations between checkpoints")
     keep_checkpoints: int = Field(2, ge=1, le=1_000_000, description="checkpoints that stay on disk")
     max_skip_share: float = Field(0.5, gt=0, le=1, description="stop when more than this share of 50 steps overflowed")

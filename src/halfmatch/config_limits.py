@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 def unusable(config: Config) -> list[str]:
     """Everything that could not be run as it stands, or would be silently ignored."""
-    return [*_unusable_output(config.output), *_unusable_engines(config), *_unusable_values(config)]
+    checks = (_unusable_engines, _unusable_routing, _unusable_values)
+    return [*_unusable_output(config.output), *(complaint for check in checks for complaint in check(config))]
 
 
 def _unusable_output(output: str) -> Iterator[str]:
@@ -42,6 +43,19 @@ def _unusable_engines(config: Config) -> Iterator[str]:
             yield f"{section}.engines: an engine stands twice in {list(engines)}"
     if config.evaluation and config.evaluation.engines == ("trainer",):
         yield "evaluation.engines: trainer alone has nothing to be compared with; add the engine to deploy with"
+
+
+def _unusable_routing(config: Config) -> Iterator[str]:
+    """Replayed routing is given to a forward pass, from an engine that gives it."""
+    if not config.training or not config.training.router_replay:
+        return
+    if config.engine.name != "transformers":
+        yield f"training.router_replay: the engine {config.engine.name} does not give its routing; use transformers"
+    if config.training.activation_checkpointing:
+        yield (
+            "training.router_replay: blocks that are computed again in the backward pass would route tokens anew; "
+            "leave out router_replay or activation_checkpointing"
+        )
 
 
 def _unusable_values(config: Config) -> Iterator[str]:

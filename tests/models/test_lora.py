@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from halfmatch.config import Lora
 from halfmatch.errors import UserError
 from halfmatch.models import lora
+from halfmatch.precision import Precision
 from halfmatch.precision.casting import cast_model
 from halfmatch.precision.masters import MasterWeights
 from halfmatch.rl.batching import collate
@@ -103,7 +104,7 @@ def test_merged_weights_rounded_once_are_the_merge_in_float64(tiny_model_folder:
     rounded_to = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
     model, masters = adapted(tiny_model_folder, dtype)
     expected = merged_in_float64(tiny_model_folder, masters, rounded_to)
-    merged = dict(lora.merged_weights(model, masters.parameters))
+    merged = dict(lora.merged_weights(model, masters.parameters, Precision.named(dtype)))  # type: ignore[arg-type]
     assert merged.keys() == expected.keys()
     for name, weight in merged.items():
         torch.testing.assert_close(weight.double(), expected[name], rtol=0, atol=1e-7)

@@ -44,14 +44,17 @@ def build(model: Path, ranks: Ranks, objective: str, precision: Precision, *, en
 
 def trainings(model: Path, folder: Path, ranks: Ranks):
     """Rows and weights of whole runs, by name."""
+    adapter = {"rank": 4, "alpha": 8, "targets": ["q_proj", "down_proj"]}
     for name, objective, precision, changes in (
         ("fp32 grpo", "grpo", Precision.named("fp32"), {"kl_coefficient": 0.1}),
         ("fp32 pg-seq-is", "pg-seq-is", Precision.named("fp32"), {}),
         ("fp32 gspo", "gspo", Precision.named("fp32"), {}),
         ("bf16 grpo", "grpo", Precision.named("bf16", emulate="always", fp32_modules=("lm_head", "norm")), {}),
         ("fp16 pg-seq-is", "pg-seq-is", Precision.named("fp16", emulate="always", loss_scaling=SCALED), {}),
+        ("bf16 grpo lora", "grpo", Precision.named("bf16", emulate="always"), {}),
     ):
-        trainer = build(model, ranks, objective, precision, **changes)
+        training = settings(prompts_per_iteration=3, lora=adapter if name.endswith("lora") else None)
+        trainer = build(model, ranks, objective, precision, training=training, **changes)
         rows = trainer.run(Checkpoints(folder / name, course={}, keep=1, ranks=ranks), quiet)
         yield name, rows, trainer.trained_weights()
 

@@ -72,7 +72,7 @@ def outcomes(tiny_model_folder, tmp_path_factory):
     return made
 
 
-RUNS = ("fp32 grpo", "fp32 pg-seq-is", "fp32 gspo", "bf16 grpo", "fp16 pg-seq-is")
+RUNS = ("fp32 grpo", "fp32 pg-seq-is", "fp32 gspo", "bf16 grpo", "fp16 pg-seq-is", "bf16 grpo lora")
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
 import csv
+import json
 import os
 import shutil
 import signal
@@ -147,6 +148,27 @@ def test_trainer_and_engine_may_compute_in_different_dtypes(prepare, quick_grade
     row = artifacts.read(path, "training_log").to_pylist()[0]
     assert row["loss_scale"] is None
     assert row["k3"] > 1e-5  # weights are rounded differently, too
+
+
+@pytest.mark.parametrize("push", ["merged", "unmerged"])
+def test_an_adapter_is_written_beside_the_model_that_it_is_merged_into(prepare, quick_grader, push):
+    config, paths = prepare(lora={"rank": 2, "alpha": 4, "targets": ["q_proj"], "push": push})
+    train.run(config, run="fp16_grpo_seed0")
+    folder = paths.of("trained", run="fp16_grpo_seed0")
+    adapter = load_file(folder / "adapter/adapter_model.safetensors")
+    settings = json.loads((folder / "adapter/adapter_config.json").read_text())
+    assert (settings["r"], settings["target_modules"]) == (2, ["q_proj"])
+    merged = models.load(folder, torch.float32).state_dict()
+    start = models.load(paths.of("model", model="tiny"), torch.float32).state_dict()
+    path = "model.layers.1.self_attn.q_proj"
+    a, b = (adapter[f"base_model.model.{path}.lora_{side}.weight"].double() for side in "AB")
+    assert b.abs().max() > 0
+    expected = start[f"{path}.weight"].half().double() + 2 * (b @ a)
+    torch.testing.assert_close(merged[f"{path}.weight"].double(), expected, rtol=0, atol=1e-7)
+    # what is not adapted is as the run computed with it
+    assert torch.equal(merged["model.norm.weight"], start["model.norm.weight"].half().float())
+    rows = artifacts.read(paths.of("training_log", run="fp16_grpo_seed0"), "training_log").to_pylist()
+    assert [row["merge_lost"] is not None for row in rows] == ([push == "merged", False] * 3)
 
 
 def test_the_same_run_gives_the_same_bytes_wherever_it_lies(prepare, quick_grader):

@@ -13,14 +13,17 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
+from torch.distributed.tensor import DTensor
 
 from halfmatch.errors import UserError
 from halfmatch.mismatch.metrics import token_metrics
+from halfmatch.precision import Precision, torch_dtype
+from halfmatch.precision.casting import modules_in_fp32
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -72,17 +75,22 @@ def adapter_weights(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
     }
 
 
-def merged_weights(model: PreTrainedModel, masters: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every weight of the model without adapter, by its name there: those that are adapted as W + (alpha / rank) B A
-    in fp32, of W as the model computes with it and `masters`, the adapter's fp32 weights; the others as they are."""
+def merged_weights(
+    model: PreTrainedModel, masters: Mapping[str, torch.Tensor], precision: Precision
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every weight of the model without adapter, whole and by its name there: those that are adapted as
+    W + (alpha / rank) B A in fp32, of W as the model computes with it and `masters`, the adapter's fp32 weights; the
+    others as they are. Of a sharded model every rank asks for them, as they come from all ranks."""
     adapted = {f"{path}.base_layer.weight": (path, layer) for path, layer in _adapted_layers(model)}
+    wide = {part for module in modules_in_fp32(model, precision.fp32_modules) for part in module.modules()}
+    compute = torch.float32 if "between_matmuls" in precision.fp32_modules else torch_dtype(precision.compute)
     for name, parameter in model.named_parameters():
-        if name in adapted:
-            weight = _merge(*adapted[name], masters)
-        elif ".lora_" in name:
+        if ".lora_" in name:
             continue
-        else:
-            weight = parameter.detach()
+        weight = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+        if name in adapted:
+            path, layer = adapted[name]
+            weight = _merge(weight if layer in wide else weight.to(compute), path, layer, masters)
         yield name.replace(".base_layer.", "."), weight
 
 
@@ -122,7 +130,8 @@ def merge_rounding(
     score: Callable[[], torch.Tensor],
     mask: torch.Tensor,
 ) -> MergeRounding:
-    """Measured on the sequences that `score` gives the model's log-probs of, [B, R], where `mask` [B, R] is true."""
+    """Measured on the sequences that `score` gives the model's log-probs of, [B, R], where `mask` [B, R] is true; of a
+    whole model, not a sharded one."""
     apart = score()
     with _merged(model, masters) as lost:
         together = score()
@@ -139,7 +148,7 @@ def _merged(model: PreTrainedModel, masters: Mapping[str, torch.Tensor]) -> Iter
             weight = layer.get_base_layer().weight
             before = weight.clone()
             kept.append((layer, before))
-            exact = _merge(path, layer, masters)
+            exact = _merge(before, path, layer, masters)
             weight.copy_(exact)
             rounding += (weight.float() - exact).square().sum().item()
             update += (exact - before.float()).square().sum().item()
@@ -151,11 +160,11 @@ def _merged(model: PreTrainedModel, masters: Mapping[str, torch.Tensor]) -> Iter
             layer.set_scale(_ADAPTER, 1.0)
 
 
-def _merge(path: str, layer: LoraLayer, masters: Mapping[str, torch.Tensor]) -> torch.Tensor:
+@torch.no_grad()
+def _merge(weight: torch.Tensor, path: str, layer: LoraLayer, masters: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """W [out, in] + (alpha / rank) B [out, rank] A [rank, in] in fp32."""
-    a, b = (masters[f"{path}.lora_{side}.{_ADAPTER}.weight"].detach().float() for side in "AB")
-    base: Any = layer.get_base_layer()
-    return base.weight.detach().float() + layer.scaling[_ADAPTER] * (b @ a)
+    a, b = (masters[f"{path}.lora_{side}.{_ADAPTER}.weight"].float() for side in "AB")
+    return weight.float() + layer.scaling[_ADAPTER] * (b @ a)
 
 
 def _adapted_layers(model: PreTrainedModel) -> Iterator[tuple[str, LoraLayer]]:

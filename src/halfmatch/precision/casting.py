@@ -64,7 +64,7 @@ def prepare_model(
     _set_attention(model, implementation)
     emulated = is_emulated(dtype, emulate, device)
     if device == "cpu":
-        replace_own_matmuls(model, emulated=emulated, leave=kept)
+        replace_own_matmuls(model, in_16_bits=dtype != "fp32", emulated=emulated, leave=kept)
     if dtype == "fp32":
         return
     for module, name in kept.items():

@@ -37,10 +37,12 @@ def has_own_matmuls(module: torch.nn.Module) -> bool:
     return not known and any(parameter.ndim > 1 for parameter in module.parameters(recurse=False))
 
 
-def replace_own_matmuls(model: PreTrainedModel, *, emulated: bool, leave: Collection[torch.nn.Module]) -> None:
+def replace_own_matmuls(
+    model: PreTrainedModel, *, in_16_bits: bool, emulated: bool, leave: Collection[torch.nn.Module]
+) -> None:
     """Give such modules of a model on a CPU their matmuls, in place. Those within `leave` are in fp32, and stay so.
 
-    Without emulation 16-bit matmuls run as PyTorch has them.
+    Without emulation matmuls in 16 bits run as PyTorch has them.
     """
     modules = [module for module in model.modules() if has_own_matmuls(module)]
     if not modules:
@@ -48,7 +50,7 @@ def replace_own_matmuls(model: PreTrainedModel, *, emulated: bool, leave: Collec
     one_expert_after_the_other(model)
     in_fp32 = {part for module in leave for part in module.modules()}
     for module in modules:
-        if emulated or module in in_fp32 or all(p.dtype == torch.float32 for p in module.parameters(recurse=False)):
+        if emulated or not in_16_bits or module in in_fp32:
             kind = type(module)
             module.__class__ = type(kind.__name__, (OwnMatmuls, kind), {})
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,8 @@ class Batch:
     prompt_lengths: torch.Tensor  # [B] int64
     response_mask: torch.Tensor  # [B, R] bool
     truncated: torch.Tensor  # [B] bool: no stop token ends the response
+    # The experts to take, [B, T − 1, layers, k] int16, where an engine's routing is replayed; none for the last token.
+    routing: torch.Tensor | None = None
 
     @property
     def lengths(self) -> torch.Tensor:
@@ -32,12 +36,13 @@ class Batch:
 
     def select(self, rows: torch.Tensor) -> Batch:
         """Some rows, without the columns that are padding in all of them."""
-        mask = self.response_mask[rows]
+        mask, longest = self.response_mask[rows], int(self.lengths[rows].max())
         return Batch(
-            input_ids=self.input_ids[rows, : int(self.lengths[rows].max())],
+            input_ids=self.input_ids[rows, :longest],
             prompt_lengths=self.prompt_lengths[rows],
             response_mask=mask[:, : int(mask.sum(dim=1).max())],
             truncated=self.truncated[rows],
+            routing=None if self.routing is None else self.routing[rows.cpu(), : longest - 1],
         )
 
     def to(self, device: torch.device | str) -> Batch:
@@ -46,6 +51,7 @@ class Batch:
             self.prompt_lengths.to(device),
             self.response_mask.to(device),
             self.truncated.to(device),
+            self.routing,  # stays on the CPU: micro-batch by micro-batch is enough
         )
 
 
@@ -90,6 +96,14 @@ def pad(rows: Sequence[Sequence[float]], mask: torch.Tensor) -> torch.Tensor:
     padded = torch.zeros(mask.shape, dtype=torch.float32)
     for row, values, count in zip(padded, rows, mask.sum(dim=1).tolist(), strict=True):
         row[:count] = torch.tensor(values[:count], dtype=torch.float32)
+    return padded
+
+
+def pad_routing(rows: Sequence[NDArray[Any]], length: int) -> torch.Tensor:
+    """Experts of each sequence's positions, [positions, layers, k], as [B, length, layers, k]; 0 behind the end."""
+    padded = torch.zeros(len(rows), length, *rows[0].shape[1:], dtype=torch.int16)
+    for row, values in zip(padded, rows, strict=True):
+        row[: len(values)] = torch.from_numpy(values)
     return padded
 
 

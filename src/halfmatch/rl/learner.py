@@ -6,7 +6,7 @@ and the shards are the masters (halfmatch.precision.sharding).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from halfmatch.config import Training
+from halfmatch.config import Lora, Training
 from halfmatch.precision import Precision, torch_dtype
 from halfmatch.precision.casting import cast_model, prepare_model
 from halfmatch.precision.masters import MasterWeights
@@ -52,16 +52,29 @@ def frozen_copy(model: PreTrainedModel, precision: Precision, ranks: Ranks = ALO
 class Learner:
     """One model with what trains it. `gradients → step → adjust_scale` is one optimizer step."""
 
-    def __init__(self, model: PreTrainedModel, settings: Training, precision: Precision, ranks: Ranks = ALONE):
-        """`model`: float32, on its device; it is cast here, in place."""
-        self.model = model
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        settings: Training,
+        precision: Precision,
+        ranks: Ranks = ALONE,
+        *,
+        lora: Lora | None = None,
+        seed: int = 0,
+    ):
+        """`model`: float32, on its device; it is cast here, in place. lora: train an adapter alone (`seed`: of it)."""
+        self.model, self.precision, self.lora = model, precision, lora
         self.clip_norm = settings.clip_norm
-        initial = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        model.requires_grad_(True)
+        if lora:
+            from halfmatch.models.lora import add_adapter  # needs peft, which is not installed everywhere
+
+            add_adapter(model, lora, seed)
+        initial = {name: weight.detach().clone() for name, weight in model.named_parameters() if weight.requires_grad}
         if settings.activation_checkpointing:
             for block in blocks(model):
                 block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         place(model, precision, ranks)
-        model.requires_grad_(True)
         self.masters: MasterWeights | ShardedWeights = (
             MasterWeights(model, initial, torch_dtype(precision.reduce))
             if ranks.mesh is None
@@ -78,6 +91,18 @@ class Learner:
         self.scaler = LossScaler(precision.loss_scaling) if precision.loss_scaling else None
         # θ_0, for as long as somebody looks at how far the weights have moved.
         self.initial = {name: weight.clone() for name, weight in self.masters.tensors().items()}
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and whole float32 weights of the model as it was given here; with an adapter, merged into them."""
+        if self.lora is None:
+            return self.masters.named()
+        from halfmatch.models.lora import merged_weights
+
+        return merged_weights(self.model, dict(self.masters.named()), self.precision)
+
+    def engine_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What a rollout engine loads: all weights, or the adapter's where it computes that unmerged."""
+        return self.masters.named() if self.lora and self.lora.push == "unmerged" else self.weights()
 
     @property
     def loss_scale(self) -> float | None:

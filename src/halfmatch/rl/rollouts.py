@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from halfmatch.engines import Completion, Engine, Request
-from halfmatch.rl.batching import Batch, collate, pad
+from halfmatch.rl.batching import Batch, collate, pad, pad_routing
 from halfmatch.seeds import request_seed
 
 if TYPE_CHECKING:
@@ -127,6 +127,9 @@ def lay_out(
         stop_token_ids,
     )
     _check(completions, batch)
+    routing = [completion.routing for completion in completions if completion.routing is not None]
+    if routing:
+        batch = replace(batch, routing=pad_routing(routing, batch.input_ids.shape[1] - 1))
     return Rollouts(
         batch=batch,
         logp_rollout=pad([completion.logprobs for completion in completions], batch.response_mask),

@@ -12,11 +12,13 @@ within a row. What is left is the kernels' choice of blocking by shape. On a CPU
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 
+from halfmatch.models.routing import replayed
 from halfmatch.rl.batching import Batch, collate, micro_batches
 
 # Logits turned into float32 at a time: 64 MiB, however long the batch and large the vocabulary.
@@ -41,7 +43,8 @@ def response_logits(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor,
     [B·K] those lie that the N response tokens are drawn from, [N] int64, response by response."""
     first = int(batch.prompt_lengths.min()) - 1  # the earliest position that predicts a response token
     kept = batch.input_ids.shape[1] - 1 - first
-    logits = model(input_ids=batch.input_ids[:, :-1], logits_to_keep=kept, use_cache=False).logits
+    with nullcontext() if batch.routing is None else replayed(model, batch.routing):
+        logits = model(input_ids=batch.input_ids[:, :-1], logits_to_keep=kept, use_cache=False).logits
     rows, columns = _rows_and_columns(batch)
     return logits, rows * kept + columns - 1 - first
 

@@ -100,7 +100,7 @@ class Trainer:
 
         # The initial policy, in the compute dtype: on the same shapes as the policy it has the same bits at the start.
         self.reference = frozen_copy(model, precision, ranks) if objective.kl.kl_coefficient > 0 else None
-        self.policy = Learner(model, settings, precision, ranks)
+        self.policy = Learner(model, settings, precision, ranks, lora=settings.lora, seed=seed)
         shape = model.config.get_text_config()
         fits = settings.probe and shape.max_position_embeddings
         self.probe_requests = probe_requests(shape.vocab_size, fits) if fits else None
@@ -204,11 +204,13 @@ class Trainer:
         mismatch: dict[str, float] = {}
         if experience.logp_old is not None:
             mismatch = mismatch_columns(experience, experience.logp_old, torch.cat([plan.rows for plan in plans]))
+        if settings.lora and settings.lora.push == "merged":
+            mismatch |= self._merge_columns(experience, plans[0])
         for number, plan in enumerate(plans):
             with self._timed("training"):
                 columns, logp = self.gradient_step(experience, plan)
             if number == 0 and experience.logp_old is None:  # θ = θ' in the first step, and in no other
-                mismatch = mismatch_columns(experience, logp, plan.rows)
+                mismatch |= mismatch_columns(experience, logp, plan.rows)
             yield complete(
                 {
                     "iteration": self.iterations,
@@ -227,11 +229,28 @@ class Trainer:
     def sync(self) -> None:
         """Give the engine the policy's weights, and see on the probe that it has them."""
         self.engine.wake()
-        self.engine.load_weights(self.policy.masters.named())
+        self.engine.load_weights(self.policy.engine_weights())
         if self.probe_requests is not None:
             score = partial(response_logprobs, self.policy.model, micro_batch_tokens=self.settings.micro_batch_tokens)
             found = max(self.ranks.gather([probe(self.engine, score, self.probe_requests)]), key=attrgetter("k3"))
             self.probed = {"probe_k3": found.k3, "probe_mean_abs": found.mean_abs, "probe_max_abs": found.max_abs}
+
+    def _merge_columns(self, experience: Experience, plan: Plan) -> dict[str, float]:
+        """What merging the adapter into 16-bit weights changes, on the first micro-batch; see models.lora."""
+        if self.ranks.size > 1:
+            return {}  # of shards there is nothing to measure it on
+        from halfmatch.models.lora import merge_rounding
+
+        batch, rows = experience.batch, plan.micro_batches[0]
+        micro = batch.select(rows)
+        with torch.no_grad():
+            found = merge_rounding(
+                self.policy.model,
+                self.policy.masters.parameters,
+                lambda: self._score(self.policy.model, batch, rows)[0],
+                micro.response_mask,
+            )
+        return {"merge_k3": found.k3, "merge_lost": found.lost}
 
     def plan(self, batch: Batch) -> list[Plan]:
         """Split an iteration's rows into gradient steps, and each step's rows into micro-batches.
@@ -385,8 +404,13 @@ class Trainer:
         self.iterations = checkpoint.iterations
 
     def trained_weights(self) -> dict[str, torch.Tensor]:
-        """The masters, whole, on the CPU; nothing but on the first rank."""
-        return {name: weight.cpu() for name, weight in self.policy.masters.named() if self.ranks.first}
+        """The model's float32 weights, whole, on the CPU; nothing but on the first rank."""
+        return {name: weight.float().cpu() for name, weight in self.policy.weights() if self.ranks.first}
+
+    def trained_adapter(self) -> dict[str, torch.Tensor]:
+        """With LoRA, the adapter's float32 weights as `trained_weights` has the model's; empty without."""
+        named = self.policy.masters.named() if self.settings.lora else ()
+        return {name: weight.cpu() for name, weight in named if self.ranks.first}
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:

@@ -122,6 +122,8 @@ STEPS: Mapping[str, Step] = {
             "training.ranks",
             "training.nodes",
             "training.probe",
+            "training.lora",
+            "training.router_replay",
             "training.objective_settings.{objective}",
             "training.max_skip_share",
             "training.on_collapse",

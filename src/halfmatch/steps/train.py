@@ -58,7 +58,15 @@ def run(config: Config, *, run: str) -> None:
         stack.enter_context(checkpoints.sole_user())
         grading = config.grading
         grader = stack.enter_context(Grader(rule=grading.rule, timeout_s=grading.timeout_s, workers=grading.workers))
-        engine = engines.create(config.engine.name, folder, precision, config.engine)
+        lora = settings.lora
+        engine = engines.create(
+            config.engine.name,
+            folder,
+            precision,
+            config.engine,
+            adapter=lora if lora and lora.push == "unmerged" else None,
+            record_routing=settings.router_replay,
+        )
         stack.callback(engine.close)
         with ranks.in_turn():
             trainer = Trainer(
@@ -78,14 +86,19 @@ def run(config: Config, *, run: str) -> None:
             checkpoints,
             stack.enter_context(Progress(f"train {run}", settings.iterations, "iterations")) if ranks.first else _quiet,
         )
-        weights = trainer.trained_weights()
+        weights, adapter = trainer.trained_weights(), trainer.trained_adapter()
         if not ranks.first:
             return
         source |= {"engine": dict(engine.description), "compute": precision.compute, "long_prompts": long}
 
     artifacts.write(paths.of("training_log", run=run), "training_log", rows, source)
     write_curves(paths.of("training_curves", run=run), rows)
-    save_trained(weights, folder, paths.of("trained", run=run))
+    with staged(paths.of("trained", run=run)) as trained:
+        save_trained(weights, folder, trained)
+        if lora:
+            from halfmatch.models.lora import save_adapter
+
+            save_adapter(adapter, lora, trained / "adapter", config.models[config.solvability.model].id)
 
 
 def _quiet(done: int, note: str) -> None:
@@ -139,10 +152,9 @@ def course(config: Config, source: Mapping[str, Any], run: str) -> dict[str, str
 
 
 def save_trained(weights: Mapping[str, torch.Tensor], start: Path, folder: Path) -> None:
-    """Write float32 weights as a model folder; the rest is as in the folder that training started from."""
+    """Write float32 weights as a model into a folder; the rest is as in the one that training started from."""
     model = models.load(start, torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])
-    with staged(folder) as staging:
-        save(model, models.load_tokenizer(start), staging)
+    save(model, models.load_tokenizer(start), folder)
