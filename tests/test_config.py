@@ -230,6 +230,47 @@ def test_settings_that_fit_together_only_together_are_read_together() -> None:
     assert validate(values, "").training is not None
 
 
+PRECISIONS = {name: {"compute": name, "rollout": name} for name in ("bf16", "fp16", "fp32")}
+WITH_VALUE_HEAD = {"compute": "bf16", "rollout": "bf16", "fp32_modules": ["value_head"]}
+
+
+@pytest.mark.parametrize(
+    ("values", "path", "remedy"),
+    [
+        ({"training": {"critic_learning_rate": 1e-5}}, "training.critic_learning_rate", "add ppo"),
+        ({"training": {"sampling_rounds": 3}}, "training.sampling_rounds", "set dynamic_sampling"),
+        (
+            {"training": {"objectives": ["dapo"], "sampling_rounds": 3,
+                          "objective_settings": {"dapo": {"dynamic_sampling": False}}}},
+            "training.sampling_rounds", "set dynamic_sampling",
+        ),
+        (
+            {"precisions": PRECISIONS | {"bf16": WITH_VALUE_HEAD}},
+            "precisions.bf16.fp32_modules", "remove value_head",
+        ),
+        (
+            {"mismatch": {"gradient_fidelity": {"objectives": ["ppo"]}}},
+            "mismatch.gradient_fidelity.objectives", "ppo has a value model",
+        ),
+        (
+            {"mismatch": {"gradient_fidelity": {"objectives": ["dpo"]}}},
+            "mismatch.gradient_fidelity.objectives", "dpo learns from pairs",
+        ),
+    ],
+)  # fmt: skip
+def test_what_no_objective_uses_is_refused(values: dict[str, Any], path: str, remedy: str) -> None:
+    (line,) = complaints(values)
+    assert line.startswith(f"{path}: ")
+    assert remedy in line
+
+
+def test_what_an_objective_uses_is_read() -> None:
+    training = {"objectives": ["ppo", "dapo"], "critic_learning_rate": 1e-5, "sampling_rounds": 3}
+    training |= {"objective_settings": {"ppo": {"gae_lambda": 1, "value_clip": float("inf")}}}
+    values = {"training": training, "precisions": PRECISIONS | {"bf16": WITH_VALUE_HEAD}}
+    assert validate(values, "").training is not None
+
+
 def test_yes_and_no_are_no_numbers_of_a_precision() -> None:
     for setting in ("initial_scale", "growth_factor", "growth_interval"):
         precision = {"compute": "fp16", "rollout": "fp16", "loss_scaling": {setting: True}}

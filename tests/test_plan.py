@@ -53,6 +53,27 @@ def test_responses_and_tokens_of_a_small_run() -> None:
     assert sizes["evaluate"] == (14, 5376, 53760)
 
 
+def test_dynamic_sampling_and_a_critic_count_at_most() -> None:
+    """3 runs of 5 iterations of 2 × 4 responses: one draws up to 3 times, one has a second model in its checkpoints."""
+    training = {
+        "objectives": ["grpo", "dapo", "ppo"],
+        "precisions": ["bf16"],
+        "seeds": [0],
+        "sampling_rounds": 3,
+        "iterations": 5,
+        "prompts_per_iteration": 2,
+        "samples_per_prompt": 4,
+        "keep_checkpoints": 2,
+        "sampling": {"max_tokens": 10},
+    }
+    given = config(training=training)
+    (row,) = [row for row in rows_of(given) if row.step == "train"]
+    size = parameter_count(given, given.solvability.model)
+    assert size is not None
+    assert (row.jobs, row.responses, row.tokens) == (3, 5 * 5 * 8, 5 * 5 * 8 * 10)
+    assert row.bytes == size * (3 * 4 + 4 * 2 * 12)
+
+
 def test_every_pair_of_a_grid_is_scored() -> None:
     grid = {"models": ["gain16"], "samples": 5, "sampling": {"max_tokens": 10}, "grid": ["bf16", "fp16"]}
     sizes = {row.step: (row.jobs, row.responses, row.tokens) for row in rows_of(config(mismatch=grid))}

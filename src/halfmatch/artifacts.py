@@ -112,16 +112,18 @@ TABLES: Mapping[str, Table] = {
         ("token_ids", "logp_rollout", "logp_train"),
     ),
     # One row an optimizer step. Of its iteration's rollouts, the same in every row of it: reward (mean; time-outs left
-    # out), response_tokens (mean length), truncated_responses and timeout_responses (shares). Of log π(θ') − log μ, in
-    # the first row of an iteration alone, over all rollouts where the objective runs the π(θ') pass and over the first
+    # out), response_tokens (mean length), truncated_responses and timeout_responses (shares); of dynamic sampling, the
+    # problems_drawn and how many of the batch are mixed: have right and wrong responses. Of log π(θ') − log μ, in the
+    # first row of an iteration alone, over all rollouts where the objective runs the π(θ') pass and over the first
     # step's share of them, where θ = θ', otherwise: k1 … ess_share (see halfmatch.mismatch.metrics; ess_share:
     # effective sample size over the number of sequences); there, too, merge_k3 and merge_lost, of the first
     # micro-batch, where an adapter is merged for the engine (see halfmatch.models.lora). Of the step: entropy (mean,
-    # nats), the ratios π(θ)/π(θ') and the weights π/μ before (raw) and after their bound (see halfmatch.rl.objectives),
-    # loss, gradient norm before clipping (NaN where a gradient was not finite), loss_scale of the backward pass,
-    # skip_share (skipped of all steps so far), weight_change (|θ − θ_0| / |θ_0| after the step, in the first steps),
-    # first_non_finite (tensor, where skipped), event (what a monitor said). Null: the objective, precision or step has
-    # no such number.
+    # nats), the ratios π(θ)/π(θ') and the weights π/μ before (raw) and after their bound, the margins of pairs (see
+    # halfmatch.rl.objectives), loss, gradient norm before clipping (NaN where a gradient was not finite), loss_scale of
+    # the backward pass, skip_share (skipped of all steps so far), weight_change (|θ − θ_0| / |θ_0| after the step, in
+    # the first steps), first_non_finite (tensor, where skipped), event (what a monitor said). Of the value model's step
+    # on the same rows: value_loss, value_clip_share, explained_variance (before it; see halfmatch.rl.values) and
+    # critic_…, as the policy's. Null: the objective, precision or step has no such number.
     "training_log": Table(
         _schema(
             ("iteration", pa.int32()),
@@ -130,6 +132,8 @@ TABLES: Mapping[str, Table] = {
                 (name, pa.float64())
                 for name in ("reward", "response_tokens", "truncated_responses", "timeout_responses")
             ),
+            ("problems_drawn", pa.int32(), True),
+            ("mixed_problems", pa.int32(), True),
             *(
                 (name, pa.float64(), True)
                 for name in (
@@ -139,6 +143,7 @@ TABLES: Mapping[str, Table] = {
                     *("entropy", "ratio_mean", "ratio_min", "ratio_max", "clip_low_share", "clip_high_share"),
                     *("weight_raw_mean", "weight_raw_min", "weight_raw_max"),
                     *("weight_mean", "weight_min", "weight_max", "truncated_share", "kept_share"),
+                    *("preference_margin", "preference_accuracy"),
                 )
             ),
             ("loss", pa.float64()),
@@ -149,6 +154,15 @@ TABLES: Mapping[str, Table] = {
             ("skip_share", pa.float64()),
             ("weight_change", pa.float64(), True),
             ("first_non_finite", pa.string(), True),
+            *(
+                (name, pa.float64(), True)
+                for name in (
+                    *("value_loss", "value_clip_share", "explained_variance"),
+                    *("critic_gradient_norm", "critic_loss_scale"),
+                )
+            ),
+            ("critic_step_skipped", pa.bool_(), True),
+            ("critic_first_non_finite", pa.string(), True),
             ("event", pa.string(), True),
         ),
         ("step",),

@@ -11,7 +11,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from halfmatch.config_checks import cross_check
-from halfmatch.config_limits import unusable
+from halfmatch.config_limits import SAMPLING_ROUNDS, unusable
 from halfmatch.config_models import Bootstrap as Bootstrap
 from halfmatch.config_models import Lora as Lora
 from halfmatch.config_models import ModelSource as ModelSource
@@ -211,6 +211,12 @@ class Training(Section):
     lora: Lora | None = Field(None, description="train adapters and leave the weights as they are; null: all weights")
     router_replay: bool = Field(
         False, description="mixtures of experts: score and train with the experts that the engine took for each token"
+    )
+    sampling_rounds: int = Field(
+        SAMPLING_ROUNDS, ge=1, le=1000, description="dynamic_sampling: times that an iteration draws problems, at most"
+    )
+    critic_learning_rate: float | None = Field(
+        None, gt=0, le=1, description="of an objective's value model (ppo); null for learning_rate"
     )
     checkpoint_every: int = Field(10, ge=1, le=1_000_000, description="iterations between checkpoints")
     keep_checkpoints: int = Field(2, ge=1, le=1_000_000, description="checkpoints that stay on disk")

@@ -6,15 +6,22 @@ Every check yields "path: what is wrong" lines, as those of config_checks do.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING
+
+from halfmatch.errors import UserError
+from halfmatch.rl.objective_rows import OBJECTIVES, named
 
 if TYPE_CHECKING:
     from halfmatch.config import Config
+    from halfmatch.rl.parts import Objective
+
+SAMPLING_ROUNDS = 10  # the default of training.sampling_rounds
 
 
 def unusable(config: Config) -> list[str]:
     """Everything that could not be run as it stands, or would be silently ignored."""
-    checks = (_unusable_engines, _unusable_routing, _unusable_values)
+    checks = (_unusable_engines, _unusable_routing, _unusable_values, _unusable_methods)
     return [*_unusable_output(config.output), *(complaint for check in checks for complaint in check(config))]
 
 
@@ -66,3 +73,36 @@ def _unusable_values(config: Config) -> Iterator[str]:
         yield f"training.adam_betas: {list(config.training.adam_betas)} must be below 1, else nothing is ever learned"
     if config.evaluation and len(set(config.evaluation.k)) < len(config.evaluation.k):
         yield f"evaluation.k: a number stands twice in {list(config.evaluation.k)}"
+
+
+def _unusable_methods(config: Config) -> Iterator[str]:
+    """Settings of value models and of dynamic sampling that no objective has, and objectives where they cannot be."""
+    trained = _trained_objectives(config)
+    if not any(objective.critic for objective in trained):
+        if config.training and config.training.critic_learning_rate is not None:
+            yield "training.critic_learning_rate: no objective here trains a value model; add ppo, or remove it"
+        for name, precision in config.precisions.items():
+            if "value_head" in precision.fp32_modules:
+                yield f"precisions.{name}.fp32_modules: no objective here trains a value model; remove value_head"
+    rounds_set = config.training and config.training.sampling_rounds != SAMPLING_ROUNDS
+    if rounds_set and not any(objective.dynamic_sampling for objective in trained):
+        yield (
+            "training.sampling_rounds: no objective here samples dynamically; set dynamic_sampling among its "
+            "objective_settings, or remove it"
+        )
+    for name in config.mismatch.gradient_fidelity.objectives:
+        row = OBJECTIVES.get(name)
+        if row and row.critic:
+            yield f"mismatch.gradient_fidelity.objectives: {name} has a value model, and there is none to be measured"
+        elif row and row.needs_reference:
+            yield f"mismatch.gradient_fidelity.objectives: {name} learns from pairs, and single responses are measured"
+
+
+def _trained_objectives(config: Config) -> list[Objective]:
+    """As they are set; without those whose settings are refused elsewhere."""
+    objectives: list[Objective] = []
+    if config.training:
+        for name in config.training.objectives:
+            with suppress(UserError):
+                objectives.append(named(name, config.training.objective_settings.get(name)))
+    return objectives

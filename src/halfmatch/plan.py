@@ -15,6 +15,7 @@ from halfmatch.config import Bootstrap, Config, ModelSource, ProblemSource
 from halfmatch.config_files import load
 from halfmatch.errors import UserError
 from halfmatch.paths import Paths
+from halfmatch.rl.objective_rows import named
 
 # Bytes a token as written, rounded up: a token id and log μ (completions), and log π beside them (scores).
 COMPLETION_BYTES = 6
@@ -83,10 +84,14 @@ def rows_of(config: Config) -> Iterator[Row]:
     for step in ("mismatch", "fidelity", "origin"):
         yield Row(step, count(step))
     if training := config.training:
+        objectives = [named(name, training.objective_settings.get(name)) for name in training.objectives]
+        of_each = count("train") // len(objectives)
+        rounds = sum(training.sampling_rounds if objective.dynamic_sampling else 1 for objective in objectives)
         batch = training.prompts_per_iteration * training.samples_per_prompt
-        responses = count("train") * training.iterations * batch
-        kept = WEIGHT_BYTES + training.keep_checkpoints * CHECKPOINT_BYTES
-        disk = _times(sizes[solvability.model], count("train") * kept)
+        responses = of_each * rounds * training.iterations * batch
+        trained = sum(2 if objective.critic else 1 for objective in objectives)  # models a run, in its checkpoints
+        kept = count("train") * WEIGHT_BYTES + of_each * trained * training.keep_checkpoints * CHECKPOINT_BYTES
+        disk = _times(sizes[solvability.model], kept)
         yield Row("train", count("train"), responses, responses * training.sampling.max_tokens, disk)
     if evaluation := config.evaluation:
         per_set = {name: problem_count(config, name) for name in evaluation.benchmarks}

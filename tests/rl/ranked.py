@@ -21,6 +21,7 @@ from halfmatch.rl.ranks import Ranks, join
 from halfmatch.rl.trainer import Trainer
 
 SCALED = {"initial_scale": 1024.0}
+HEAD_IN_FP32 = {"fp32_modules": ("value_head", "norm"), "loss_scaling": SCALED}
 
 
 def build(model: Path, ranks: Ranks, objective: str, precision: Precision, *, engine=None, training=None, **changes):
@@ -52,6 +53,10 @@ def trainings(model: Path, folder: Path, ranks: Ranks):
         ("bf16 grpo", "grpo", Precision.named("bf16", emulate="always", fp32_modules=("lm_head", "norm")), {}),
         ("fp16 pg-seq-is", "pg-seq-is", Precision.named("fp16", emulate="always", loss_scaling=SCALED), {}),
         ("bf16 grpo lora", "grpo", Precision.named("bf16", emulate="always"), {}),
+        ("fp32 ppo", "ppo", Precision.named("fp32"), {"kl_coefficient": 0.1, "kl_place": "reward"}),
+        ("fp16 ppo", "ppo", Precision.named("fp16", emulate="always", **HEAD_IN_FP32), {}),
+        ("fp32 dpo", "dpo", Precision.named("fp32"), {}),
+        ("fp32 dapo", "dapo", Precision.named("fp32"), {}),
     ):
         training = settings(prompts_per_iteration=3, lora=adapter if name.endswith("lora") else None)
         trainer = build(model, ranks, objective, precision, training=training, **changes)
@@ -93,7 +98,7 @@ def overflow_on_one_rank(model: Path, ranks: Ranks, clip_norm: float | None):
 def interrupted(model: Path, folder: Path, ranks: Ranks, iterations: int):
     """So many iterations of a run of four, from what is in the folder."""
     training = settings(prompts_per_iteration=3, iterations=4, checkpoint_every=2)
-    trainer = build(model, ranks, "grpo", Precision.named("fp32"), training=training)
+    trainer = build(model, ranks, "ppo", Precision.named("fp32"), training=training)
     trainer.settings = training.model_copy(update={"iterations": iterations})
     rows = trainer.run(Checkpoints(folder, course={}, keep=2, ranks=ranks), quiet)
     return rows, trainer.trained_weights()

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfmatch.rl.advantages import group_advantages
+from halfmatch.rl.advantages import generalized_advantages, group_advantages, standardized
 
 groups_of_rewards = st.integers(2, 9).flatmap(
     lambda size: st.tuples(
@@ -93,3 +93,51 @@ def test_integer_rewards_and_their_float32_result():
 def test_what_is_no_grouping_is_refused(rewards, group_size, message):
     with pytest.raises(ValueError, match=message):
         group_advantages(rewards, group_size)
+
+
+# ------------------------------------------------------------------------------------------------------ of tokens
+def responses(lengths, width):
+    return torch.arange(width) < torch.tensor(lengths)[:, None]
+
+
+def test_generalized_advantages_by_hand():
+    # V 1, 2, 4; the last token is rewarded with 8; γ = ½, λ = ½. δ: 0 + 1 − 1 = 0; 0 + 2 − 2 = 0; 8 − 4 = 4.
+    rewards, values = torch.tensor([[0.0, 0.0, 8.0, 9.0]]), torch.tensor([[1.0, 2.0, 4.0, 9.0]])
+    advantages, returns = generalized_advantages(rewards, values, responses([3], 4), discount=0.5, gae_lambda=0.5)
+    assert advantages.tolist() == [[0.25, 1.0, 4.0, 0.0]]
+    assert returns.tolist() == [[1.25, 3.0, 8.0, 0.0]]
+
+
+@given(st.integers(0, 2**31), st.floats(0, 1), st.floats(0, 1))
+def test_generalized_advantages_are_the_discounted_sum_of_temporal_differences(seed, discount, gae_lambda):
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, 7, (4,), generator=generator).tolist()
+    rewards, values = torch.randn(2, 4, 6, generator=generator)
+    mask = responses(lengths, 6)
+    behind = torch.full_like(rewards, torch.nan)
+    advantages, returns = generalized_advantages(
+        torch.where(mask, rewards, behind), torch.where(mask, values, behind), mask,
+        discount=discount, gae_lambda=gae_lambda,
+    )  # fmt: skip
+    for row, length in enumerate(lengths):
+        reward, value = rewards[row].tolist(), [*values[row, :length].tolist(), 0.0]
+        deltas = [reward[t] + discount * value[t + 1] - value[t] for t in range(length)]
+        for t in range(6):
+            expected = sum((discount * gae_lambda) ** (k - t) * deltas[k] for k in range(t, length))
+            assert advantages[row, t].item() == pytest.approx(expected, abs=1e-5)
+            assert returns[row, t].item() == pytest.approx(expected + value[t] if t < length else 0.0, abs=1e-5)
+
+
+def test_with_lambda_one_the_return_is_the_reward_to_come_and_knows_no_value():
+    rewards = torch.tensor([[0.0, 0.5, 1.0]])
+    for values in (torch.zeros(1, 3), torch.tensor([[3.0, -1.0, 2.0]])):
+        _, returns = generalized_advantages(rewards, values, responses([3], 3), discount=1.0, gae_lambda=1.0)
+        assert returns.tolist() == [[1.5, 1.5, 1.0]]
+
+
+def test_standardized_over_the_tokens_of_all_responses_by_hand():
+    # 1, 3, 5 (the 100 is padding): mean 3, unbiased standard deviation 2
+    scaled = standardized(torch.tensor([[1.0, 3.0], [5.0, 100.0]]), responses([2, 1], 2))
+    assert scaled.flatten().tolist() == pytest.approx([-1, 0, 1, 0], rel=1e-6)
+    assert standardized(torch.tensor([[7.0, 7.0]]), responses([2], 2)).tolist() == [[0.0, 0.0]]
+    assert standardized(torch.tensor([[7.0, 7.0]]), responses([1], 2)).tolist() == [[0.0, 0.0]]

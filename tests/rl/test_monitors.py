@@ -128,3 +128,31 @@ def test_a_mismatch_that_grows_twentyfold_is_reported():
 
 def test_a_tiny_mismatch_may_grow():
     assert set(replay([row(step, k3=value) for step, value in enumerate([1e-10, 1e-10, 9e-4])])) == {None}
+
+
+# ------------------------------------------------------------------------------------------------ the value model
+def test_a_critic_whose_steps_are_skipped_ends_the_run_as_a_policy_does():
+    scaled = Limits(max_skip_share=0.5, stop_at_collapse=False, min_scale=1.0)
+    lost = {"critic_step_skipped": True, "critic_loss_scale": 8.0, "critic_first_non_finite": "gradient of value_head"}
+    events = list(replay([row(step, **lost) for step in range(50)], scaled))
+    assert events[:49] == [None] * 49
+    assert events[49].stop
+    assert events[49].message == (
+        "stopped: 100% of the last 50 critic's steps were skipped (first at step 0: gradient of value_head)"
+    )
+
+
+def test_a_value_loss_and_a_critics_gradient_that_are_not_finite_are_collapses_of_their_own():
+    lowest = Limits(max_skip_share=0.5, stop_at_collapse=True, min_scale=1.0)
+    fine = {"value_loss": 0.1, "critic_step_skipped": False, "critic_loss_scale": 1.0}
+    lost = {"critic_step_skipped": True, "critic_first_non_finite": "output of value_head"}
+    rows = [row(0, **fine), row(1, **{**fine, "value_loss": math.inf, **lost}), row(2, **{**fine, **lost})]
+    first, second, third = replay(rows, lowest)
+    assert first is None
+    assert second.message == "collapse of the value loss: it is inf (first at step 1: output of value_head)"
+    assert third.message == (
+        "collapse of the critic's gradient: it is not finite at the lowest loss scale, 1 (first at step 2: output of "
+        "value_head)"
+    )
+    assert second.stop
+    assert third.stop

@@ -38,6 +38,7 @@ def test_words_by_hand():
     assert list(dapo) == ["loss", "denominator", "advantage", "settings", "source"]
     assert dapo["settings"] == (
         "clip_low 0.2, clip_high 0.28, dual_clip inf, denominator response-tokens, scale_by_std true, "
+        "dynamic_sampling true, overlong_penalty 1, overlong_share 0.2, "
         "kl_coefficient 0, kl_estimator k3, kl_place loss"
     )
     assert dapo["advantage"] == "reward − mean of the rewards of its problem, over the standard deviation of the group"
@@ -48,6 +49,14 @@ def test_words_by_hand():
     assert "k3" in describe(OBJECTIVES["grpo-k3-mask"])["rejection"]
     assert "geometric mean" in describe(OBJECTIVES["grpo-geo-mask"])["rejection"]
     assert "geometric mean" in describe(OBJECTIVES["gspo"])["loss"]
+    assert "GAE" in describe(OBJECTIVES["ppo"])["advantage"]
+    assert describe(OBJECTIVES["ppo"])["settings"].startswith(
+        "discount 1, gae_lambda 0.95, value_clip 0.2, clip_low 0.2,"
+    )
+    dpo = describe(OBJECTIVES["dpo"])
+    assert list(dpo) == ["loss", "denominator", "settings", "source"]
+    assert "pairs" in dpo["denominator"]
+    assert dpo["settings"] == "beta 0.1, dynamic_sampling true"
 
 
 def test_changed_settings_are_described_as_they_are():

@@ -21,12 +21,12 @@ from halfmatch.rl.objectives import (
 )
 from halfmatch.rl.parts import ClippedRatio, ClippedWeight, DivergenceMask, Objective, PolicyGradient, SequenceRejection
 
-NAMES = tuple(OBJECTIVES)
+NAMES = tuple(name for name in OBJECTIVES if name != "dpo")  # which has a loss of pairs: see test_preferences.py
 CORRECTED = tuple(name for name, objective in OBJECTIVES.items() if objective.correction)
 # The rows with a ratio π(θ)/π(θ'), those whose clip stops the gradient, and those whose token losses have weights.
 RATIO = (
     *("grpo", "grpo-token-tis", "grpo-seq-mis", "gspo", "dapo", "grpo-dual-clip", "cispo", "icepop"),
-    *("grpo-geo-mask", "grpo-k3-mask", "reinforce-plus-plus"),
+    *("grpo-geo-mask", "grpo-k3-mask", "reinforce-plus-plus", "ppo"),
 )
 CLIPPED = tuple(name for name in RATIO if name != "cispo")
 REJECTING = ("grpo-geo-mask", "grpo-k3-mask", "dppo-tv", "dppo-kl")
@@ -90,7 +90,7 @@ def reference_loss(name, data, weight_logp=None):
             total -= clipped(ratio, 3e-4, 4e-4) / batch
             continue
         denominator = {
-            **dict.fromkeys(("dapo", "cispo", "reinforce-plus-plus"), data.mask.sum()),
+            **dict.fromkeys(("dapo", "cispo", "reinforce-plus-plus", "ppo"), data.mask.sum()),
             "icepop": len(tokens) * batch,
         }.get(name, data.max_length * batch)
         old_ratios = [math.exp(a - b) for a, b in zip(old, rollout, strict=True)]
@@ -122,6 +122,7 @@ def reference_loss(name, data, weight_logp=None):
                 "dppo-kl": 0.0 if away and binary_kl > 0.05 else token_current * advantage * new[t],
                 "rloo": advantage * new[t],
                 "reinforce-plus-plus": grpo,
+                "ppo": grpo,
             }[name]
             total -= term / denominator
     return total
@@ -166,6 +167,7 @@ HAND_LOSSES = {
     "dppo-kl": -(0 + 0 + 1 * L) / 8,
     "rloo": -(-L - L + L) / 8,
     "reinforce-plus-plus": -(1.2 + 1 - 0.8) / 3,
+    "ppo": -(1.2 + 1 - 0.8) / 3,
 }
 
 
@@ -696,6 +698,37 @@ def test_a_kl_in_the_reward_leaves_the_loss_alone_and_needs_the_old_policy():
     assert policy_loss(objective, **tensors)[0] == policy_loss(OBJECTIVES["pg"], **tensors)[0]
 
 
+# ------------------------------------------------------------------------------------------- advantages of tokens
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_with_one_advantage_are_a_response_with_it(name):
+    tensors = random_data(11).tensors()
+    of_tokens = tensors["advantages"][:, None].expand(tensors["mask"].shape).masked_fill(~tensors["mask"], math.nan)
+    results = []
+    for advantages in (tensors["advantages"], of_tokens):
+        logp = tensors["logp"].clone().requires_grad_()
+        loss, statistics = policy_loss(OBJECTIVES[name], **{**tensors, "advantages": advantages, "logp": logp})
+        loss.backward()
+        results.append((loss.item(), logp.grad, statistics))
+    (loss, gradient, statistics), (token_loss, token_gradient, token_statistics) = results
+    assert token_loss == pytest.approx(loss, rel=1e-6)
+    torch.testing.assert_close(token_gradient, gradient)
+    assert token_statistics.keys() == statistics.keys()
+    if name != "gspo":  # whose clips are counted by response, or by token where tokens differ
+        assert token_statistics == pytest.approx(statistics)
+
+
+def test_advantages_of_tokens_by_hand():
+    """As HAND, with A = 1 and −2 in the first response: r = 2 is cut at 1.2, and r = 1 is not; 3 tokens."""
+    advantages = torch.tensor([[1.0, -2.0, math.nan], [-1.0, math.nan, math.nan]])
+    tensors = HAND.tensors()
+    logp = tensors["logp"].requires_grad_()
+    loss, statistics = policy_loss(OBJECTIVES["ppo"], **{**tensors, "advantages": advantages})
+    loss.backward()
+    assert loss.item() == pytest.approx(-(1.2 - 2 - 0.8) / 3)
+    assert logp.grad.tolist() == [[0, pytest.approx(2 / 3), 0], [0, 0, 0]]
+    assert statistics["clip_high_share"] == statistics["clip_low_share"] == pytest.approx(1 / 3)
+
+
 # --------------------------------------------------------------------------------------------------------- the table
 def test_the_pass_that_scores_old_log_probs_runs_only_where_it_is_needed():
     assert {name for name, objective in OBJECTIVES.items() if objective.needs_old_logp} == set(RATIO)
@@ -756,6 +789,14 @@ def test_settings_change_the_numbers_of_a_row():
         ("grpo", {"kl_place": "advantage"}, "kl_place 'advantage'"),
         ("pg", {"denominator": "tokens"}, "must be one of max-length"),
         ("pg", {"scale_by_std": 1}, "scale_by_std must be a bool, not 1"),
+        ("pg", {"gae_lambda": 1}, "no setting 'gae_lambda'"),
+        ("pg", {"overlong_penalty": -1}, "overlong_penalty -1.0 must be at least 0"),
+        ("dapo", {"overlong_share": 0}, r"overlong_share 0.0 in \(0, 1\]"),
+        ("ppo", {"gae_lambda": 1.5}, r"gae_lambda 1.5 must be in \[0, 1\]"),
+        ("ppo", {"discount": math.nan}, "discount nan"),
+        ("ppo", {"value_clip": 0}, "value_clip 0.0 must be above 0"),
+        ("dpo", {"beta": 0}, "beta 0.0 must be above 0"),
+        ("dpo", {"kl_coefficient": 0.1}, "no setting 'kl_coefficient'"),
     ],
 )
 def test_wrong_names_and_settings_are_refused_with_a_way_on(name, changes, message):

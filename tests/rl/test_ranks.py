@@ -18,7 +18,15 @@ import ranked
 
 SCRIPT = Path(ranked.__file__)
 # Columns that are computed from responses, whose rounding does not depend on how rows are laid out in micro-batches.
-EXACT = ("reward", "response_tokens", "truncated_responses", "step_skipped", "loss_scale", "learning_rate")
+EXACT = (
+    "reward",
+    "response_tokens",
+    "truncated_responses",
+    "step_skipped",
+    "loss_scale",
+    "learning_rate",
+    "problems_drawn",
+)
 
 
 def test_shares_are_whole_and_in_order():
@@ -72,7 +80,14 @@ def outcomes(tiny_model_folder, tmp_path_factory):
     return made
 
 
-RUNS = ("fp32 grpo", "fp32 pg-seq-is", "fp32 gspo", "bf16 grpo", "fp16 pg-seq-is", "bf16 grpo lora")
+RUNS = (
+    *("fp32 grpo", "fp32 pg-seq-is", "fp32 gspo", "bf16 grpo", "fp16 pg-seq-is", "bf16 grpo lora"),
+    *("fp32 ppo", "fp16 ppo", "fp32 dpo", "fp32 dapo"),
+)
+COMPARED = (
+    *("loss", "gradient_norm", "entropy", "k3", "sigma", "ratio_max", "weight_change"),
+    *("value_loss", "value_clip_share", "explained_variance", "critic_gradient_norm", "preference_margin"),
+)
 
 
 @pytest.mark.slow
@@ -85,7 +100,7 @@ def test_a_run_does_not_depend_on_the_number_of_ranks(outcomes, run, size):
     tolerance = 1e-4 if run.startswith("fp32") else 0.15
     for one, other in zip(alone, many, strict=True):
         assert {column: one[column] for column in EXACT} == {column: other[column] for column in EXACT}
-        for column in ("loss", "gradient_norm", "entropy", "k3", "sigma", "ratio_max", "weight_change"):
+        for column in COMPARED:
             assert (one[column] is None) == (other[column] is None), column
             if one[column] is not None:
                 expected = pytest.approx(one[column], rel=tolerance, abs=tolerance / 10, nan_ok=True)

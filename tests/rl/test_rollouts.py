@@ -6,7 +6,16 @@ import torch
 
 from halfmatch.config import Sampling
 from halfmatch.engines import Completion
-from halfmatch.rl.rollouts import Problem, ProblemSampler, collect, fill_ungraded, grade, lay_out
+from halfmatch.rl.rollouts import (
+    Problem,
+    ProblemSampler,
+    collect,
+    fill_ungraded,
+    grade,
+    lay_out,
+    mixed_problems,
+    sample_mixed,
+)
 
 EOS = 1
 PROBLEMS = [Problem(f"p{index}", str(index), (2, 3 + index)) for index in range(5)]
@@ -111,3 +120,68 @@ def test_a_time_out_is_no_evidence():
 def test_ungraded_responses_take_the_mean_of_their_own_group():
     rewards = torch.tensor([1.0, math.nan, 0.0, math.nan])
     assert fill_ungraded(rewards, 2).tolist() == [1.0, 1.0, 0.0, 0.0]
+
+
+# ------------------------------------------------------------------------------------------------ dynamic sampling
+class Source:
+    """Two responses a problem, of lengths that grow, with verdicts as told; remembers what it was asked for."""
+
+    def __init__(self, *verdicts):
+        self.verdicts, self.asked = list(verdicts), []
+
+    def __call__(self, count):
+        drawn = sum(self.asked)
+        self.asked.append(count)
+        labels = [label for pair in self.verdicts[drawn : drawn + count] for label in pair]
+        completions = [Completion([5] * (drawn + 1) + [EOS], [-float(drawn + 1)] * (drawn + 2), "stop") for _ in labels]
+        problems = [PROBLEMS[(drawn + row // 2) % 5] for row in range(len(labels))]
+        return graded(completions, *labels, problems=problems)[0]
+
+
+RIGHT, WRONG, MIXED = ("correct", "correct"), ("wrong", "truncated"), ("wrong", "correct")
+
+
+def test_problems_are_drawn_until_enough_are_mixed():
+    source = Source(RIGHT, MIXED, WRONG, MIXED, RIGHT, ("correct", "timeout"), MIXED)
+    rollouts = sample_mixed(source, wanted=3, samples=2, rounds=9)
+    assert source.asked == [3, 2, 1, 1]
+    assert rollouts.verdicts == [*MIXED, *MIXED, *MIXED]
+    assert rollouts.rewards.tolist() == [0, 1, 0, 1, 0, 1]
+    assert rollouts.left_out == [*RIGHT, *WRONG, *RIGHT, "correct", "timeout"]
+    # of all that was sampled, so that the reward stays that of the policy: 3 + 2 + 2 + 1 of 13 that were graded
+    assert rollouts.mean_reward == pytest.approx(8 / 13)
+    assert rollouts.share("timeout") == 1 / 14
+
+
+def test_rounds_of_different_lengths_are_one_batch():
+    source = Source(RIGHT, MIXED, MIXED)  # the first two of 2 tokens, the third of 4
+    rollouts = sample_mixed(source, wanted=2, samples=2, rounds=9)
+    assert source.asked == [2, 1]
+    assert rollouts.batch.response_mask.sum(1).tolist() == [2, 2, 4, 4]
+    assert rollouts.batch.input_ids[:, :2].tolist() == [[2, 4], [2, 4], [2, 5], [2, 5]]
+    assert rollouts.logp_rollout[[0, 2]].tolist() == [[-1.0, -1.0, 0.0, 0.0], [-3.0] * 4]
+
+
+def test_after_the_last_round_other_problems_make_up_the_batch():
+    source = Source(RIGHT, WRONG, RIGHT, MIXED, WRONG)
+    rollouts = sample_mixed(source, wanted=2, samples=2, rounds=3)
+    assert source.asked == [2, 2, 1]
+    assert rollouts.verdicts == [*MIXED, *RIGHT]
+    assert rollouts.left_out == [*WRONG, *RIGHT, *WRONG]
+
+
+def test_a_batch_that_is_mixed_at_once_is_drawn_once_and_left_as_it_is():
+    source = Source(MIXED, MIXED)
+    rollouts = sample_mixed(source, wanted=2, samples=2, rounds=9)
+    plain = Source(MIXED, MIXED)(2)
+    assert source.asked == [2]
+    assert rollouts.left_out == []
+    for name in ("logp_rollout", "rewards"):
+        assert torch.equal(getattr(rollouts, name), getattr(plain, name))
+    for name in ("input_ids", "prompt_lengths", "response_mask", "truncated"):
+        assert torch.equal(getattr(rollouts.batch, name), getattr(plain.batch, name))
+
+
+def test_a_time_out_makes_no_problem_mixed():
+    verdicts = ["correct", "timeout", "wrong", "timeout", "wrong", "correct", "truncated", "unparseable"]
+    assert mixed_problems(verdicts, 2) == [False, False, True, False]

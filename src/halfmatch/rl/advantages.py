@@ -1,4 +1,4 @@
-"""Advantages from the rewards of several responses to one problem."""
+"""Advantages: of responses, from the rewards of several to one problem; of tokens, from a value model."""
 
 from __future__ import annotations
 
@@ -42,3 +42,32 @@ def group_advantages(
         std = groups.std(dim=1, keepdim=True) if std_over == "group" else advantages.std()
         advantages = advantages / (std + STD_EPSILON)
     return advantages.flatten().to(torch.float32)
+
+
+def generalized_advantages(
+    rewards: Tensor, values: Tensor, mask: Tensor, *, discount: float, gae_lambda: float
+) -> tuple[Tensor, Tensor]:
+    """Generalized advantage estimation (arXiv 1506.02438): of every token A, and the return A + V that V is to learn.
+
+    rewards: of each token; values: V of the state that each token was sampled in; both [B, R], as what is returned,
+    float32. mask [B, R] bool: response tokens, without a gap. With temporal differences δ_t = r_t + γ V_{t+1} − V_t,
+
+        A_t = δ_t + γ λ A_{t+1}
+
+    where V and A after the last token are 0, whether a stop token or the longest length allowed has ended the response.
+    """
+    rewards, values = (given.double().masked_fill(~mask, 0.0) for given in (rewards, values))
+    following = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)
+    advantages = rewards + discount * following - values  # δ, which the sum from the back turns into A
+    for step in range(mask.shape[1] - 2, -1, -1):
+        advantages[:, step] += discount * gae_lambda * advantages[:, step + 1]
+    return advantages.float(), (advantages + values).float()
+
+
+def standardized(advantages: Tensor, mask: Tensor) -> Tensor:
+    """Minus the mean, over the standard deviation (unbiased, plus 1e-6) of all response tokens: [B, R], 0 elsewhere."""
+    of_tokens = advantages[mask].double()
+    if len(of_tokens) < 2:
+        return torch.zeros_like(advantages)
+    scaled = (advantages.double() - of_tokens.mean()) / (of_tokens.std() + STD_EPSILON)
+    return scaled.masked_fill(~mask, 0.0).to(advantages.dtype)

@@ -55,6 +55,27 @@ class Batch:
         )
 
 
+def join(batches: Sequence[Batch]) -> Batch:
+    """Batches under one another, as one."""
+    routing = [batch.routing for batch in batches if batch.routing is not None]
+    return Batch(
+        stack_padded([batch.input_ids for batch in batches]),
+        torch.cat([batch.prompt_lengths for batch in batches]),
+        stack_padded([batch.response_mask for batch in batches]),
+        torch.cat([batch.truncated for batch in batches]),
+        stack_padded(routing) if routing else None,
+    )
+
+
+def stack_padded(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Tensors [B, R, …] under one another, each with zeros in the columns that the widest has more."""
+    width = max(tensor.shape[1] for tensor in tensors)
+    stacked = tensors[0].new_zeros(sum(map(len, tensors)), width, *tensors[0].shape[2:])
+    for place, tensor in zip(stacked.split([len(tensor) for tensor in tensors]), tensors, strict=True):
+        place[:, : tensor.shape[1]] = tensor
+    return stacked
+
+
 def response_mask(
     token_ids: Sequence[Sequence[int]], stop_token_ids: Collection[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:

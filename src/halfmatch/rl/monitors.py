@@ -29,6 +29,8 @@ COLLAPSE_SHARE = 0.5
 # engine serves other weights than it was given. The rollouts right after a sync, scored by both sides, are its probe.
 MISMATCH_GROWTH = 20.0
 MISMATCH_FLOOR = 1e-3
+# What the names of a value model's columns begin with, where the policy has some of the same name.
+CRITIC = "critic_"
 
 
 @dataclass(frozen=True)
@@ -57,15 +59,19 @@ def check(rows: Sequence[Row], limits: Limits) -> Event | None:
     if the settings ask for it. A warning never ends a run.
     """
     _require_movement(rows)
-    window = rows[-SKIP_WINDOW:]
-    if len(window) == SKIP_WINDOW and skip_share(window) > limits.max_skip_share:
-        return Event(
-            f"stopped: {skip_share(window):.0%} of the last {SKIP_WINDOW} steps were skipped{_culprit(window)}",
-            stop=True,
-        )
+    window, newest = rows[-SKIP_WINDOW:], rows[-1]
+    for whose, prefix in (("", ""), ("critic's ", CRITIC)):
+        share = skip_share(window, prefix)
+        if len(window) == SKIP_WINDOW and share > limits.max_skip_share:
+            culprit = _culprit(window, prefix)
+            return Event(
+                f"stopped: {share:.0%} of the last {SKIP_WINDOW} {whose}steps were skipped{culprit}", stop=True
+            )
     for kind, symptom in (
-        ("loss", _loss(rows[-1])),
-        ("gradient", _gradient(rows[-1], limits.min_scale)),
+        ("loss", _loss(newest, "loss")),
+        ("gradient", _gradient(newest, limits.min_scale)),
+        ("value loss", _loss(newest, "value_loss", CRITIC)),
+        ("critic's gradient", _gradient(newest, limits.min_scale, CRITIC)),
         ("reward", _reward(rows)),
         ("match with the engine", _mismatch(rows)),
     ):
@@ -81,9 +87,9 @@ def _reported(rows: Sequence[Row], prefix: str) -> bool:
     return any((row["event"] or "").startswith(prefix) for row in rows[:-1])
 
 
-def skip_share(rows: Sequence[Row]) -> float:
+def skip_share(rows: Sequence[Row], prefix: str = "") -> float:
     """Skipped of all steps."""
-    return sum(row["step_skipped"] for row in rows) / len(rows)
+    return sum(bool(row.get(f"{prefix}step_skipped")) for row in rows) / len(rows)
 
 
 def _require_movement(rows: Sequence[Row]) -> None:
@@ -98,23 +104,26 @@ def _require_movement(rows: Sequence[Row]) -> None:
     )
 
 
-def _culprit(rows: Sequence[Row]) -> str:
+def _culprit(rows: Sequence[Row], prefix: str = "") -> str:
     """The first tensor that was not finite, of those found in the rows."""
-    found = next((row for row in rows if row["first_non_finite"]), None)
-    return f" (first at step {found['step']}: {found['first_non_finite']})" if found else ""
+    column = f"{prefix}first_non_finite"
+    found = next((row for row in rows if row.get(column)), None)
+    return f" (first at step {found['step']}: {found[column]})" if found else ""
 
 
-def _loss(newest: Row) -> str | None:
-    return None if math.isfinite(newest["loss"]) else f"it is {newest['loss']}{_culprit([newest])}"
+def _loss(newest: Row, column: str, prefix: str = "") -> str | None:
+    loss = newest.get(column)
+    return None if loss is None or math.isfinite(loss) else f"it is {loss}{_culprit([newest], prefix)}"
 
 
-def _gradient(newest: Row, min_scale: float | None) -> str | None:
+def _gradient(newest: Row, min_scale: float | None, prefix: str = "") -> str | None:
     """An overflow that no loss scale explains: there is none, or it is as low as it may be."""
-    scale = newest["loss_scale"]
-    if not newest["step_skipped"] or (scale is not None and min_scale is not None and scale > min_scale):
+    scale = newest.get(f"{prefix}loss_scale")
+    explained = scale is not None and min_scale is not None and scale > min_scale
+    if not newest.get(f"{prefix}step_skipped") or explained:
         return None
     at = "" if scale is None else f" at the lowest loss scale, {scale:g}"
-    return f"it is not finite{at}{_culprit([newest])}"
+    return f"it is not finite{at}{_culprit([newest], prefix)}"
 
 
 def _reward(rows: Sequence[Row]) -> str | None:

@@ -15,9 +15,12 @@ from halfmatch.rl.parts import (
     ClippedRatio,
     ClippedWeight,
     Correction,
+    Critic,
     DivergenceMask,
     Objective,
+    OverlongPenalty,
     PolicyGradient,
+    PreferencePair,
     SequenceRejection,
 )
 
@@ -56,7 +59,10 @@ OBJECTIVES: Mapping[str, Objective] = {
         ClippedRatio(clip_low=0.2, clip_high=0.28),
         scale_by_std=True,
         denominator="response-tokens",
-        source="DAPO, arXiv 2503.14476: clip-higher, mean over the batch's tokens; no KL term",
+        dynamic_sampling=True,
+        overlong=OverlongPenalty(overlong_penalty=1.0),
+        source="DAPO, arXiv 2503.14476: clip-higher, mean over the batch's tokens, dynamic sampling, a penalty on long "
+        "responses over its share of the length (4,096 of 20,480 tokens); no KL term",
     ),
     "grpo-dual-clip": Objective(
         ClippedRatio(dual_clip=3.0),
@@ -109,6 +115,20 @@ OBJECTIVES: Mapping[str, Objective] = {
         denominator="response-tokens",
         source="REINFORCE++ with baseline, arXiv 2501.03262; no KL term",
     ),
+    "ppo": Objective(
+        ClippedRatio(),
+        scale_by_std=True,
+        std_over="batch",
+        denominator="response-tokens",
+        critic=Critic(),
+        source="PPO, arXiv 1707.06347, with GAE, arXiv 1506.02438: λ and the clip as there; no discount, a clip of "
+        "values and standardised advantages as usual for language models (arXiv 2403.17031)",
+    ),
+    "dpo": Objective(
+        PreferencePair(),
+        dynamic_sampling=True,
+        source="DPO, arXiv 2305.18290, on pairs that were sampled and graded here; beta as in its experiments",
+    ),
 }
 
 
@@ -128,8 +148,13 @@ def settings_of(objective: Objective) -> dict[str, str]:
     What makes an objective the algorithm that its name says (surrogate, level, policies, truncate or mask, baseline) is
     another row and no setting.
     """
-    settings = {"denominator": "", "scale_by_std": ""}
+    if isinstance(objective.surrogate, PreferencePair):
+        return {"beta": "surrogate", "dynamic_sampling": ""}
+    settings = dict.fromkeys(("denominator", "scale_by_std", "dynamic_sampling"), "")
+    settings |= dict.fromkeys(("overlong_penalty", "overlong_share"), "overlong")
     settings |= dict.fromkeys(("kl_coefficient", "kl_estimator", "kl_place"), "kl")
+    if objective.critic is not None:
+        settings |= dict.fromkeys(("discount", "gae_lambda", "value_clip"), "critic")
     match objective.surrogate:
         case ClippedRatio():
             settings |= dict.fromkeys(("clip_low", "clip_high", "dual_clip"), "surrogate")

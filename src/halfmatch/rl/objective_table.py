@@ -6,13 +6,23 @@ import textwrap
 from collections.abc import Mapping
 
 from halfmatch.rl.objective_rows import OBJECTIVES, settings_of, value_of
-from halfmatch.rl.parts import ClippedRatio, ClippedWeight, DivergenceMask, Objective, PolicyGradient, SequenceRejection
+from halfmatch.rl.parts import (
+    ClippedRatio,
+    ClippedWeight,
+    DivergenceMask,
+    Objective,
+    PolicyGradient,
+    PreferencePair,
+    SequenceRejection,
+)
 
 WIDTH = 120
 _KEY = """\
 π(θ): the policy being trained. π(θ'): the same at the weights that the rollouts were sampled with. μ: the rollout
 engine's policy. A: the advantage of a response. Settings are changed by training.objective_settings, as in
-{grpo-token-tis: {bound: 3}}."""
+{grpo-token-tis: {bound: 3}}. dynamic_sampling: draw problems until enough have right and wrong responses.
+overlong_penalty: taken off the reward of a response of full length, rising over the last overlong_share of it.
+kl_coefficient: of a KL to the initial policy, in the loss or in the reward (kl_place)."""
 _LEVELS = {"token": "of the token", "sequence": "of the response", "geometric": "as geometric mean over the response"}
 _DENOMINATORS = {
     "max-length": "sums over tokens / (responses × longest response allowed)",
@@ -49,14 +59,17 @@ def describe(objective: Objective) -> Mapping[str, str]:
         case DivergenceMask(divergence):
             distance = {"tv": "|π(θ) − μ|", "kl": "binary KL[μ‖π(θ)]"}[divergence]
             parts["rejection"] = f"tokens whose {distance} is above limit and whose step would raise it"
-    parts["denominator"] = f"{objective.denominator}: {_DENOMINATORS[objective.denominator]}"
-    parts["advantage"] = _advantage(objective)
+    if isinstance(objective.surrogate, PreferencePair):
+        parts["denominator"] = "mean over pairs of a right and a wrong response to a problem, no response in two"
+    else:
+        parts["denominator"] = f"{objective.denominator}: {_DENOMINATORS[objective.denominator]}"
+        parts["advantage"] = _advantage(objective)
     parts["settings"] = ", ".join(f"{name} {_shown(value_of(objective, name))}" for name in _ordered(objective))
     parts["source"] = objective.source
     return parts
 
 
-def _loss(surrogate: PolicyGradient | ClippedRatio | ClippedWeight) -> str:
+def _loss(surrogate: PolicyGradient | ClippedRatio | ClippedWeight | PreferencePair) -> str:
     match surrogate:
         case PolicyGradient():
             return "−A log π(θ)"
@@ -65,9 +78,14 @@ def _loss(surrogate: PolicyGradient | ClippedRatio | ClippedWeight) -> str:
             return f"−min(r A, clip(r, 1 − clip_low, 1 + clip_high) A), r at most dual_clip where A < 0; {ratio}"
         case ClippedWeight():
             return "−clip(r, 1 − clip_low, 1 + clip_high) A log π(θ), the clipped r = π(θ)/π(θ') a constant"
+        case PreferencePair():
+            return "−log σ(beta (s(chosen) − s(rejected))), s = log π(θ) − log π(initial) of the response"
 
 
 def _advantage(objective: Objective) -> str:
+    if objective.critic is not None:
+        text = "of each token: GAE of the reward, at the last token, and of a value model's values"
+        return f"{text}; less its mean, over its standard deviation" if objective.scale_by_std else text
     others = objective.baseline == "leave-one-out"
     text = f"reward − mean of the {'other rewards of the' if others else 'rewards of its'} problem"
     return f"{text}, over the standard deviation of the {objective.std_over}" if objective.scale_by_std else text
@@ -76,7 +94,7 @@ def _advantage(objective: Objective) -> str:
 def _ordered(objective: Objective) -> list[str]:
     """The names of the settings; what only some objectives have comes first."""
     settings = settings_of(objective)
-    return sorted(settings, key=lambda name: settings[name] in ("", "kl"))
+    return sorted(settings, key=lambda name: settings[name] in ("", "overlong", "kl"))
 
 
 def _shown(value: float | bool | str) -> str:

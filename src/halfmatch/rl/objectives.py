@@ -12,6 +12,8 @@ tokens that were sampled. The loss is
          times 0 where a response or a token is too far from μ                            [rejection]
     n  = 1/(B·max_length), 1/tokens or 1/(B·|y_i|)                                       [denominator]
 
+DPO has a loss of pairs instead: −log σ(β (s(chosen) − s(rejected))) with s = log π(θ) − log π(initial) of a response.
+
 Ratios are sums of log-prob differences until the one exponential. What a correction masks or a rejection leaves out
 keeps its place in the denominator: the estimators average ρ·1{ρ ≤ C} over all samples.
 """
@@ -25,6 +27,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from halfmatch.rl.objective_rows import OBJECTIVES, named, override, settings_of
 from halfmatch.rl.parts import (
@@ -35,6 +38,7 @@ from halfmatch.rl.parts import (
     Level,
     Objective,
     PolicyGradient,
+    PreferencePair,
     SequenceRejection,
 )
 
@@ -80,22 +84,29 @@ def policy_loss(
     """The loss, a scalar that carries gradient to `logp`, and statistics of its ratios.
 
     logp = log π(θ) with gradient, logp_old = log π(θ') (None where the objective does not need it), logp_rollout =
-    log μ: [B, T] float32; advantages [B]; mask [B, T] bool, true on response tokens; max_length: the generation limit
-    in tokens; logp_reference: log-probs under the initial policy, like logp_old, where a KL to it is in the loss;
-    totals: of the whole batch, where this is a micro-batch of it.
+    log μ: [B, T] float32; advantages [B], or [B, T] where tokens have their own; mask [B, T] bool, true on response
+    tokens; max_length: the generation limit in tokens; logp_reference: log-probs under the initial policy, like
+    logp_old, where a KL to it is in the loss, and for DPO, whose rows 2i and 2i + 1 are a chosen and a rejected
+    response; totals: of the whole batch, where this is a micro-batch of it.
 
     What stands behind the mask, NaN and infinities included, reaches neither loss nor gradient. The statistics describe
     ratios π(θ)/π(θ') and weights π/μ, each at its own level, over response tokens or over responses that have any:
     `ratio_…`, `clip_low_share`, `clip_high_share` (where a clip cuts the ratio from below or above; a clipped ratio has
     no gradient there), `weight_raw_…` before and `weight_…` after the bounds, `truncated_share`, `kept_share` (neither
-    masked nor rejected; of tokens where either is of tokens); those that an objective or an empty batch lacks are left
-    out.
+    masked nor rejected; of tokens where either is of tokens), `preference_margin` (mean of β (s(chosen) − s(rejected)))
+    and `preference_accuracy` (share of pairs where it is above 0); those that an objective or an empty batch lacks are
+    left out.
     """
     logp = _response_only(logp, mask)
-    advantages = advantages[:, None]  # [B, 1]
+    advantages = advantages[:, None] if advantages.dim() == 1 else advantages.masked_fill(~mask, 0.0)
     described: dict[str, Tensor] = {"tokens": mask.sum(), "sequences": mask.any(dim=1).sum()}
+    totals = totals or Totals.of(mask)
 
     match objective.surrogate:
+        case PreferencePair(beta):
+            margins = beta * _preference(logp, logp_reference, mask)
+            described |= _shares(preference_margin=margins.detach(), preference_accuracy=margins > 0)
+            return -logsigmoid(margins).sum() / max(totals.sequences // 2, 1), _numbers(described)
         case PolicyGradient():
             losses = -advantages * logp
         case ClippedRatio(level, clip_low, clip_high, dual_clip):
@@ -123,8 +134,8 @@ def policy_loss(
                 clip_high_share=_observed(log_ratio > log_high, mask),
             )
 
-    weights = torch.ones_like(advantages)  # [B, 1], or [B, T] below
-    kept = torch.ones_like(advantages, dtype=torch.bool)
+    weights = torch.ones_like(advantages[:, :1])  # [B, 1], or [B, T] below
+    kept = torch.ones_like(weights, dtype=torch.bool)
     if objective.correction is not None:
         bound, bound_low = objective.correction.bound, objective.correction.bound_low
         numerator = logp.detach() if objective.correction.policy == "current" else _response_only(logp_old, mask)
@@ -145,15 +156,13 @@ def policy_loss(
         described |= _shares(kept_share=_observed(kept, mask))
 
     if objective.kl.is_in("loss"):
-        if logp_reference is None:
-            raise ValueError("this objective needs logp_reference, the log-probs under the initial policy")
-        divergence = reference_kl(objective.kl.kl_estimator, logp, _response_only(logp_reference, mask))
+        logp_reference = _response_only(logp_reference, mask, "logp_reference")
+        divergence = reference_kl(objective.kl.kl_estimator, logp, logp_reference)
         losses = losses + objective.kl.kl_coefficient * divergence
 
-    denominator = _denominator(objective.denominator, mask, max_length, totals or Totals.of(mask))
+    denominator = _denominator(objective.denominator, mask, max_length, totals)
     loss = (losses.masked_fill(~mask, 0.0) / denominator).sum()
-    numbers = torch.stack([value.double() for value in described.values()]).tolist()
-    return loss, dict(zip(described, numbers, strict=True))
+    return loss, _numbers(described)
 
 
 def reference_kl(estimator: Literal["k1", "k2", "k3"], logp: Tensor, logp_reference: Tensor) -> Tensor:
@@ -171,10 +180,17 @@ def reference_kl(estimator: Literal["k1", "k2", "k3"], logp: Tensor, logp_refere
             return difference.expm1() - difference
 
 
-def _response_only(values: Tensor | None, mask: Tensor) -> Tensor:
+def _preference(logp: Tensor, logp_reference: Tensor | None, mask: Tensor) -> Tensor:
+    """s(chosen) − s(rejected), with s = log π(θ) − log π(initial) of a whole response: [B/2], nats."""
+    scores = (logp - _response_only(logp_reference, mask, "logp_reference")).sum(dim=1)
+    return scores[0::2] - scores[1::2]
+
+
+def _response_only(values: Tensor | None, mask: Tensor, name: str = "logp_old") -> Tensor:
     """Zero outside the mask, so that nothing there can reach a sum, an exponential or a gradient."""
     if values is None:
-        raise ValueError("this objective needs logp_old, the log-probs under π(θ')")
+        policy = {"logp_old": "π(θ')", "logp_reference": "the initial policy"}[name]
+        raise ValueError(f"this objective needs {name}, the log-probs under {policy}")
     if torch.finfo(values.dtype).bits < 32:
         raise TypeError(f"log-probs in {values.dtype}: their differences drown in rounding; compute them in float32")
     return values.masked_fill(~mask, 0.0)
@@ -240,6 +256,12 @@ def _summary(name: str, values: Tensor) -> dict[str, Tensor]:
     if values.numel() == 0:
         return {}
     return {f"{name}_mean": values.double().mean(), f"{name}_min": values.min(), f"{name}_max": values.max()}
+
+
+def _numbers(described: Mapping[str, Tensor]) -> dict[str, float]:
+    """All statistics in one transfer from the device."""
+    numbers = torch.stack([value.double() for value in described.values()]).tolist()
+    return dict(zip(described, numbers, strict=True))
 
 
 def _shares(**conditions: Tensor) -> dict[str, Tensor]:

@@ -56,6 +56,18 @@ class ClippedWeight:
 
 
 @dataclass(frozen=True)
+class PreferencePair:
+    """−log σ(beta (s(chosen) − s(rejected))) with s = log π(θ) − log π(initial) of a whole response (DPO): a right and
+    a wrong response to the same problem in the place of advantages, and a mean over pairs."""
+
+    beta: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not 0 < self.beta < math.inf:
+            raise ValueError(f"beta {self.beta} must be above 0")
+
+
+@dataclass(frozen=True)
 class Correction:
     """Importance weight π/μ at `level` for samples that came from μ; plain importance sampling has no bound.
 
@@ -137,16 +149,54 @@ class ReferenceKl:
 
 
 @dataclass(frozen=True)
+class OverlongPenalty:
+    """Take up to `overlong_penalty` off the reward of a response in the last `overlong_share` of the length allowed
+    (DAPO, see halfmatch.rl.rewards.overlong_penalties)."""
+
+    overlong_penalty: float = 0.0
+    overlong_share: float = 0.2
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.overlong_penalty < math.inf and 0 < self.overlong_share <= 1):
+            raise ValueError(
+                f"overlong_penalty {self.overlong_penalty} must be at least 0, overlong_share {self.overlong_share} in "
+                "(0, 1]"
+            )
+
+
+@dataclass(frozen=True)
+class Critic:
+    """Advantages of tokens by generalized advantage estimation from a value model that is trained along.
+
+    See halfmatch.rl.advantages.generalized_advantages and halfmatch.rl.values. A KL in the reward is one of each token.
+    """
+
+    discount: float = 1.0
+    gae_lambda: float = 0.95
+    value_clip: float = 0.2  # how far a value may move in one iteration, as the loss sees it; inf for any
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.discount <= 1 and 0 <= self.gae_lambda <= 1):
+            raise ValueError(f"discount {self.discount} and gae_lambda {self.gae_lambda} must be in [0, 1]")
+        if not self.value_clip > 0:
+            raise ValueError(f"value_clip {self.value_clip} must be above 0")
+
+
+@dataclass(frozen=True)
 class Objective:
     """One row of the table."""
 
-    surrogate: PolicyGradient | ClippedRatio | ClippedWeight
+    surrogate: PolicyGradient | ClippedRatio | ClippedWeight | PreferencePair
     correction: Correction | None = None
     rejection: SequenceRejection | DivergenceMask | None = None
     baseline: Baseline = "group-mean"  # of the advantages, as the next two; see halfmatch.rl.advantages
     scale_by_std: bool = False
     std_over: StdOver = "group"
     denominator: Denominator = "max-length"
+    critic: Critic | None = None  # in the place of the baseline; scale_by_std then standardises over all tokens
+    # Draw other problems until as many as are wanted have right and wrong responses: the others have no gradient.
+    dynamic_sampling: bool = False
+    overlong: OverlongPenalty = field(default=OverlongPenalty(), kw_only=True)
     kl: ReferenceKl = field(default=ReferenceKl(), kw_only=True)
     source: str = field(kw_only=True)  # where the estimator and its default numbers come from
 
@@ -160,3 +210,8 @@ class Objective:
         corrects_old = self.correction is not None and self.correction.policy == "old"
         other = isinstance(self.rejection, SequenceRejection) or self.kl.is_in("reward")
         return corrects_old or other or isinstance(self.surrogate, ClippedRatio | ClippedWeight)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the policy that training starts from has to be kept, and to score the rollouts."""
+        return self.kl.kl_coefficient > 0 or isinstance(self.surrogate, PreferencePair)

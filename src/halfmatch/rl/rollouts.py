@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from halfmatch.engines import Completion, Engine, Request
-from halfmatch.rl.batching import Batch, collate, pad, pad_routing
+from halfmatch.rl.batching import Batch, collate, join, pad, pad_routing, stack_padded
 from halfmatch.seeds import request_seed
 
 if TYPE_CHECKING:
@@ -61,15 +61,33 @@ class Rollouts:
     logp_rollout: torch.Tensor  # log μ, [B, R] float32 nats, 0 outside the response mask
     rewards: torch.Tensor  # [B] float32: 1 or 0, the mean of its group where the grader timed out
     verdicts: Sequence[str]  # [B]
+    left_out: Sequence[str] | None = None  # verdicts of the responses that dynamic sampling, if any, has left out
+
+    @property
+    def sampled(self) -> list[str]:
+        """The verdicts on all responses that were sampled."""
+        return [*self.verdicts, *(self.left_out or ())]
 
     def share(self, verdict: str) -> float:
-        return self.verdicts.count(verdict) / len(self.verdicts)
+        return self.sampled.count(verdict) / len(self.sampled)
 
     @property
     def mean_reward(self) -> float:
         """Over graded responses, NaN if there are none."""
-        graded = [reward for verdict in self.verdicts if (reward := REWARDS[verdict]) == reward]
+        graded = [reward for verdict in self.sampled if (reward := REWARDS[verdict]) == reward]
         return sum(graded) / len(graded) if graded else float("nan")
+
+    def columns(self, samples: int) -> dict[str, float | None]:
+        """The log's columns; samples: responses a problem."""
+        dynamic = self.left_out is not None
+        return {
+            "reward": self.mean_reward,
+            "response_tokens": self.batch.response_mask.sum().item() / len(self.verdicts),
+            "truncated_responses": self.share("truncated"),
+            "timeout_responses": self.share("timeout"),
+            "problems_drawn": len(self.sampled) // samples if dynamic else None,
+            "mixed_problems": sum(mixed_problems(self.verdicts, samples)) if dynamic else None,
+        }
 
 
 def collect(
@@ -159,3 +177,35 @@ def fill_ungraded(rewards: torch.Tensor, samples: int) -> torch.Tensor:
     evidence. A group without any reward is 0 throughout."""
     groups = rewards.view(-1, samples)
     return torch.where(groups.isnan(), groups.nanmean(dim=1, keepdim=True).nan_to_num(0.0), groups).view(-1)
+
+
+def sample_mixed(sample: Callable[[int], Rollouts], wanted: int, samples: int, rounds: int) -> Rollouts:
+    """Dynamic sampling (DAPO, arXiv 2503.14476): rollouts of `wanted` problems with right and wrong responses.
+
+    `sample` gives rollouts of as many further problems as it is asked for, `samples` responses each. It is asked for
+    those that are still missing, at most `rounds` times; what is missing then is made up of other problems, whose
+    advantages are 0.
+    """
+    parts: list[Rollouts] = []
+    mixed: list[bool] = []
+    while len(parts) < rounds and sum(mixed) < wanted:
+        parts.append(sample(wanted - sum(mixed)))
+        mixed += mixed_problems(parts[-1].verdicts, samples)
+    problems = sorted(range(len(mixed)), key=lambda problem: not mixed[problem])
+    order = [problem * samples + number for problem in problems for number in range(samples)]
+    rows, others = order[: wanted * samples], order[wanted * samples :]
+    verdicts = [verdict for part in parts for verdict in part.verdicts]
+    batch = join([part.batch for part in parts]).select(torch.tensor(rows))
+    return Rollouts(
+        batch=batch,
+        logp_rollout=stack_padded([part.logp_rollout for part in parts])[rows, : batch.response_mask.shape[1]],
+        rewards=torch.cat([part.rewards for part in parts])[rows],
+        verdicts=[verdicts[row] for row in rows],
+        left_out=[verdicts[row] for row in others],
+    )
+
+
+def mixed_problems(verdicts: Sequence[str], samples: int) -> list[bool]:
+    """Whether a problem has responses of reward 0 and of reward 1, for each `samples` verdicts in a row."""
+    groups = (verdicts[start : start + samples] for start in range(0, len(verdicts), samples))
+    return [{REWARDS[verdict] for verdict in group} >= {0.0, 1.0} for group in groups]

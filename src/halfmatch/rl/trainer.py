@@ -14,7 +14,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -25,18 +24,21 @@ from halfmatch.config import Training
 from halfmatch.engines import Engine, NonFiniteError
 from halfmatch.engines.probe import probe, probe_requests
 from halfmatch.errors import UserError
-from halfmatch.mismatch.metrics import sequence_metrics, token_metrics
 from halfmatch.precision import Precision
 from halfmatch.precision.monitors import audit_matmuls, first_non_finite, probe_overflow
 from halfmatch.rl import monitors
 from halfmatch.rl.advantages import group_advantages
-from halfmatch.rl.batching import Batch, rank_shares
+from halfmatch.rl.batching import Batch
 from halfmatch.rl.checkpoints import Checkpoint, Checkpoints
+from halfmatch.rl.critic import Critic
+from halfmatch.rl.experience import Experience, Plan, mismatch_columns, plan_steps
 from halfmatch.rl.learner import Learner, frozen_copy
 from halfmatch.rl.objectives import Totals, merge_statistics, policy_loss, reference_kl
-from halfmatch.rl.parts import Objective
+from halfmatch.rl.parts import Objective, PreferencePair
+from halfmatch.rl.preferences import preference_pairs
 from halfmatch.rl.ranks import ALONE, Ranks
-from halfmatch.rl.rollouts import Problem, ProblemSampler, Rollouts, collect, grade, lay_out
+from halfmatch.rl.rewards import shaped_rewards
+from halfmatch.rl.rollouts import Problem, ProblemSampler, Rollouts, collect, grade, lay_out, sample_mixed
 from halfmatch.rl.scoring import response_logprobs, token_logprobs
 from halfmatch.rl.training_log import COLUMNS, LiveTable, complete
 
@@ -50,26 +52,6 @@ logger = logging.getLogger(__name__)
 # Prompts whose forward pass is looked at for overflow before anything is trained.
 PROBED_PROMPTS = 4
 PHASES = ("rollout", "grading", "scoring", "training", "sync")
-
-
-@dataclass(frozen=True)
-class Experience:
-    """What the gradient steps of one iteration work on: B sequences, R tokens of the longest response."""
-
-    batch: Batch
-    advantages: torch.Tensor  # [B] float32
-    logp_rollout: torch.Tensor  # log μ, [B, R] float32
-    logp_old: torch.Tensor | None  # log π(θ'), [B, R] float32, where the objective needs it
-    logp_reference: torch.Tensor | None = None  # of the initial policy, [B, R] float32, where a KL to it is in the loss
-
-
-@dataclass(frozen=True)
-class Plan:
-    """One gradient step: its rows, and the micro-batches that this rank computes of them. Every rank has as many, empty
-    ones among them where rows are few."""
-
-    rows: torch.Tensor  # [rows] int64
-    micro_batches: Sequence[torch.Tensor]  # of row indices, [rows of the micro-batch] int64
 
 
 class Trainer:
@@ -99,8 +81,12 @@ class Trainer:
         self.sampler = ProblemSampler(problems, seed)
 
         # The initial policy, in the compute dtype: on the same shapes as the policy it has the same bits at the start.
-        self.reference = frozen_copy(model, precision, ranks) if objective.kl.kl_coefficient > 0 else None
+        self.reference = frozen_copy(model, precision, ranks) if objective.needs_reference else None
+        self.critic = (
+            Critic(model, objective, settings=settings, precision=precision, ranks=ranks) if objective.critic else None
+        )
         self.policy = Learner(model, settings, precision, ranks, lora=settings.lora, seed=seed)
+        self.learners = {"policy": self.policy} | ({"critic": self.critic.learner} if self.critic else {})
         shape = model.config.get_text_config()
         fits = settings.probe and shape.max_position_embeddings
         self.probe_requests = probe_requests(shape.vocab_size, fits) if fits else None
@@ -142,7 +128,7 @@ class Trainer:
                 self.iterations += 1
                 finished = self.ended or self.iterations == self.settings.iterations
                 if finished or self.iterations % self.settings.checkpoint_every == 0:
-                    checkpoints.save(self.iterations, self.state(), self.policy.tensors(), finished=finished)
+                    checkpoints.save(self.iterations, self.state(), self.tensors(), finished=finished)
                 progress(1, f"reward {self.rows[-1]['reward']:.3f}")
         return self.rows
 
@@ -174,37 +160,16 @@ class Trainer:
 
     def iteration(self) -> Iterator[dict[str, Any]]:
         """One round: rollouts, and a few gradient steps on them. Yields the log row of each step."""
-        settings = self.settings
-        with self._timed("rollout"):
-            drawn = self.sampler.draw(settings.prompts_per_iteration)
-            sample = partial(
-                collect,
-                self.ranks.share(drawn),
-                settings.samples_per_prompt,
-                engine=self.engine,
-                sampling=settings.sampling,
-                stop_token_ids=self.stop_token_ids,
-                seed=self.seed,
-            )
-            problems, completions = self.ranks.together(sample, NonFiniteError)
-            self.engine.sleep()
-        with self._timed("grading"):
-            verdicts = grade(problems, completions, grader=self.grader, decode=self.decode)
-            rollouts = lay_out(
-                self.ranks.gather(problems),
-                self.ranks.gather(completions),
-                self.ranks.gather(verdicts),
-                settings.samples_per_prompt,
-                stop_token_ids=self.stop_token_ids,
-            )
-        plans = self.plan(rollouts.batch)
+        rollouts = self.sample()
+        self.engine.sleep()
+        plans = self.plan(rollouts)
         with self._timed("scoring"):
             experience = self.experience(rollouts, plans)
 
         mismatch: dict[str, float] = {}
         if experience.logp_old is not None:
             mismatch = mismatch_columns(experience, experience.logp_old, torch.cat([plan.rows for plan in plans]))
-        if settings.lora and settings.lora.push == "merged":
+        if self.settings.lora and self.settings.lora.push == "merged":
             mismatch |= self._merge_columns(experience, plans[0])
         for number, plan in enumerate(plans):
             with self._timed("training"):
@@ -215,10 +180,7 @@ class Trainer:
                 {
                     "iteration": self.iterations,
                     "step": len(self.rows),
-                    "reward": rollouts.mean_reward,
-                    "response_tokens": rollouts.batch.response_mask.sum().item() / len(rollouts.verdicts),
-                    "truncated_responses": rollouts.share("truncated"),
-                    "timeout_responses": rollouts.share("timeout"),
+                    **rollouts.columns(self.settings.samples_per_prompt),
                     **(mismatch | self.probed if number == 0 else {}),
                     **columns,
                 }
@@ -237,7 +199,7 @@ class Trainer:
 
     def _merge_columns(self, experience: Experience, plan: Plan) -> dict[str, float]:
         """What merging the adapter into 16-bit weights changes, on the first micro-batch; see models.lora."""
-        if self.ranks.size > 1:
+        if self.ranks.size > 1 or not plan.micro_batches:
             return {}  # of shards there is nothing to measure it on
         from halfmatch.models.lora import merge_rounding
 
@@ -252,38 +214,79 @@ class Trainer:
             )
         return {"merge_k3": found.k3, "merge_lost": found.lost}
 
-    def plan(self, batch: Batch) -> list[Plan]:
+    def sample(self) -> Rollouts:
+        """The rollouts of an iteration, by dynamic sampling where the objective asks for it."""
+        settings = self.settings
+        if not self.objective.dynamic_sampling:
+            return self._sample(settings.prompts_per_iteration)
+        return sample_mixed(
+            self._sample, settings.prompts_per_iteration, settings.samples_per_prompt, settings.sampling_rounds
+        )
+
+    def _sample(self, count: int) -> Rollouts:
+        """Rollouts of the next problems. Every rank samples and grades its share, and has all in the end."""
+        samples = self.settings.samples_per_prompt
+        with self._timed("rollout"):
+            sample = partial(
+                collect,
+                self.ranks.share(self.sampler.draw(count)),
+                samples,
+                engine=self.engine,
+                sampling=self.settings.sampling,
+                stop_token_ids=self.stop_token_ids,
+                seed=self.seed,
+            )
+            problems, completions = self.ranks.together(sample, NonFiniteError)
+        with self._timed("grading"):
+            verdicts = grade(problems, completions, grader=self.grader, decode=self.decode)
+            return lay_out(
+                self.ranks.gather(problems),
+                self.ranks.gather(completions),
+                self.ranks.gather(verdicts),
+                samples,
+                stop_token_ids=self.stop_token_ids,
+            )
+
+    def plan(self, rollouts: Rollouts) -> list[Plan]:
         """Split an iteration's rows into gradient steps, and each step's rows into micro-batches.
 
-        The samples of a problem are dealt out to the steps, so that every step sees as many problems as it can. Both
-        the π(θ') pass and the gradient steps follow the plan: with the same shapes the same weights give the same bits,
-        so the ratio π(θ)/π(θ') of the first step is exactly 1.
+        All passes of an iteration follow the plan: with the same shapes the same weights give the same bits, so the
+        ratio π(θ)/π(θ') of the first step is exactly 1.
         """
-        rows, steps = torch.arange(len(batch.input_ids)), self.settings.gradient_steps
-        lengths, budget = batch.lengths, self.settings.micro_batch_tokens
-        hands = [rows[step::steps] for step in range(steps)]
-        shares = [rank_shares(lengths[hand].tolist(), budget, self.ranks.size)[self.ranks.rank] for hand in hands]
-        return [Plan(hand, [hand[part] for part in share]) for hand, share in zip(hands, shares, strict=True)]
+        settings, lengths = self.settings, rollouts.batch.lengths
+        if isinstance(self.objective.surrogate, PreferencePair):
+            units = preference_pairs(rollouts.verdicts, settings.samples_per_prompt)
+        else:
+            units = torch.arange(len(lengths))[:, None]
+        steps, budget = settings.gradient_steps, settings.micro_batch_tokens
+        return plan_steps(units, lengths, steps=steps, budget=budget, ranks=self.ranks)
 
     def experience(self, rollouts: Rollouts, plans: Sequence[Plan]) -> Experience:
         """Rewards become advantages; the passes of π(θ') and the initial policy run where the objective needs them."""
         device = next(self.policy.model.parameters()).device
-        batch, kl = rollouts.batch.to(device), self.objective.kl
-        logp_old = self._score_all(self.policy.model, batch, plans) if self.objective.needs_old_logp else None
+        batch, objective = rollouts.batch.to(device), self.objective
+        logp_old = self._score_all(self.policy.model, batch, plans) if objective.needs_old_logp else None
         logp_reference = self._score_all(self.reference, batch, plans) if self.reference is not None else None
-        rewards = rollouts.rewards
-        if kl.is_in("reward"):
+        lengths, longest = batch.response_mask.sum(dim=1), self.settings.sampling.max_tokens
+        rewards = shaped_rewards(rollouts.rewards.to(device), lengths, objective.overlong, longest)
+        divergence, targets = None, None
+        if objective.kl.is_in("reward"):
             assert logp_old is not None
             assert logp_reference is not None
-            rewards = rewards - kl.kl_coefficient * reference_kl(kl.kl_estimator, logp_old, logp_reference).sum(1).cpu()
-        advantages = group_advantages(
-            rewards,
-            self.settings.samples_per_prompt,
-            baseline=self.objective.baseline,
-            scale_by_std=self.objective.scale_by_std,
-            std_over=self.objective.std_over,
-        )
-        return Experience(batch, advantages.to(device), rollouts.logp_rollout.to(device), logp_old, logp_reference)
+            estimates = reference_kl(objective.kl.kl_estimator, logp_old, logp_reference)
+            divergence = objective.kl.kl_coefficient * estimates
+        if self.critic is not None:
+            advantages, targets = self.critic.estimate(batch, rewards, divergence, plans)
+        else:
+            advantages = group_advantages(
+                rewards if divergence is None else rewards - divergence.sum(dim=1),
+                self.settings.samples_per_prompt,
+                baseline=objective.baseline,
+                scale_by_std=objective.scale_by_std,
+                std_over=objective.std_over,
+            )
+        logp_rollout = rollouts.logp_rollout.to(device)
+        return Experience(batch, advantages, logp_rollout, logp_old, logp_reference, targets)
 
     def gradient_step(self, experience: Experience, plan: Plan) -> tuple[dict[str, Any], torch.Tensor]:
         """One optimizer step, left out where a gradient is not finite; returns its columns of the log and log π(θ) of
@@ -306,11 +309,14 @@ class Trainer:
             "weight_change": self._weight_change(step),
             "first_non_finite": culprit,
         }
+        if self.critic is not None and experience.targets is not None:
+            rate = self.learning_rate(step, self.settings.critic_learning_rate)
+            columns |= self.critic.gradient_step(experience.batch, experience.targets, plan, rate)
         return columns, logp
 
-    def learning_rate(self, step: int) -> float:
+    def learning_rate(self, step: int, highest: float | None = None) -> float:
         """Linear warm-up to the constant rate, skipped steps counted: step 0 has 1/warmup_steps of it."""
-        return self.settings.learning_rate * min(1.0, (step + 1) / max(self.settings.warmup_steps, 1))
+        return (highest or self.settings.learning_rate) * min(1.0, (step + 1) / max(self.settings.warmup_steps, 1))
 
     def _score(self, model: torch.nn.Module, batch: Batch, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs and entropies of a micro-batch. An empty one is a pass over the shortest row that counts for
@@ -343,22 +349,18 @@ class Trainer:
             micro_loss, statistics = policy_loss(
                 self.objective,
                 logp=micro_logp,
-                logp_old=None if experience.logp_old is None else experience.logp_old[rows, :width],
-                logp_rollout=experience.logp_rollout[rows, :width],
-                advantages=experience.advantages[rows],
-                mask=experience.batch.response_mask[rows, :width],
                 max_length=self.settings.sampling.max_tokens,
-                logp_reference=None if experience.logp_reference is None else experience.logp_reference[rows, :width],
                 totals=totals,
+                **experience.part(rows, width),
             )
             self.policy.backward(micro_loss, last=number == len(plan.micro_batches) - 1)
             logp[rows, :width] = micro_logp.detach()
             sums += torch.tensor([micro_loss.item(), micro_entropy.sum().item()], dtype=torch.float64)
             parts.append(statistics)
         columns = merge_statistics(self.objective, self.ranks.gather(parts))
-        del columns["tokens"], columns["sequences"]
+        counted = {name: value for name, value in columns.items() if name not in ("tokens", "sequences")}
         loss, entropy = self.ranks.sum(sums).tolist()
-        return {**columns, "loss": loss, "entropy": entropy / totals.tokens}, self.ranks.sum(logp)
+        return {**counted, "loss": loss, "entropy": entropy / max(totals.tokens, 1)}, self.ranks.sum(logp)
 
     def _find_non_finite(self, experience: Experience, plan: Plan) -> str | None:
         """Run a step that was skipped once more, at the same loss scale, and watch it."""
@@ -376,18 +378,26 @@ class Trainer:
 
     def check(self) -> None:
         """Refuse a model that computes in another dtype than asked for, or whose activations leave its range."""
-        model = self.policy.model
-        device = next(model.parameters()).device
+        device = next(self.policy.model.parameters()).device
         prompts = [
             torch.tensor(problem.prompt_ids, device=device) for problem in self.sampler.problems[:PROBED_PROMPTS]
         ]
-        audit_matmuls(model, self.precision, prompts[0][None])
-        probe_overflow(model, prompts, self.precision.compute)
+        for learner in self.learners.values():
+            audit_matmuls(learner.model, self.precision, prompts[0][None])
+            probe_overflow(learner.model, prompts, self.precision.compute)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors of a checkpoint, by name."""
+        return {
+            f"{owner}.{name}": tensor
+            for owner, learner in self.learners.items()
+            for name, tensor in learner.tensors().items()
+        }
 
     def state(self) -> dict[str, Any]:
         """Everything that the next iteration depends on, but for tensors and process-wide random numbers."""
         return {
-            "policy": self.policy.state(),
+            "learners": {name: learner.state() for name, learner in self.learners.items()},
             "position": self.sampler.position,
             "rows": self.rows,
             "timings": self.timings,
@@ -396,9 +406,10 @@ class Trainer:
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """The inverse of `state`."""
-        checkpoint.read_tensors(self.policy.tensors())
+        checkpoint.read_tensors(self.tensors())
         state = checkpoint.state
-        self.policy.restore(state["policy"])
+        for name, learner in self.learners.items():
+            learner.restore(state["learners"][name])
         self.sampler.position = state["position"]
         self.rows, self.timings, self.ended = state["rows"], state["timings"], state["ended"]
         self.iterations = checkpoint.iterations
@@ -417,14 +428,3 @@ class Trainer:
         start = time.perf_counter()
         yield
         self._seconds[phase] += time.perf_counter() - start
-
-
-def mismatch_columns(experience: Experience, logp: torch.Tensor, rows: torch.Tensor) -> dict[str, float]:
-    """How log π(θ') of some rows, [B, R], differs from log μ: the log's columns k1 to ess_share."""
-    arguments = logp[rows], experience.logp_rollout[rows], experience.batch.response_mask[rows]
-    tokens, sequences = token_metrics(*arguments), sequence_metrics(*arguments)
-    names = ("k1", "k2", "k3", "mean_abs_prob_diff", "max_prob_diff", "min_prob_diff")
-    return {
-        **{name: tokens[name] for name in names},
-        **{name: sequences[name] for name in ("kl_sequence", "sigma", "ess_share")},
-    }

@@ -125,6 +125,8 @@ STEPS: Mapping[str, Step] = {
             "training.lora",
             "training.router_replay",
             "training.objective_settings.{objective}",
+            "training.sampling_rounds",
+            "training.critic_learning_rate",
             "training.max_skip_share",
             "training.on_collapse",
         ),
