@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from halfmatch import engines
 from halfmatch.artifacts import TABLES
 from halfmatch.config import Config, Sampling
 from halfmatch.config_files import validate
+from halfmatch.engines.transformers import TransformersEngine
 from halfmatch.errors import UserError
-from halfmatch.sampling import Response, Sampler
+from halfmatch.responses import KeptResponses, Response
+from halfmatch.sampling import Sampler
 
 SHORT = Sampling(max_tokens=6)
 
@@ -34,11 +37,22 @@ def problems(count: int) -> pa.Table:
 
 
 def sample(
-    folder: Path, config: Config, purpose: str, *, count: int = 3, precision: str = "fp32", samples: int = 2
+    folder: Path,
+    config: Config,
+    purpose: str,
+    *,
+    count: int = 3,
+    precision: str = "fp32",
+    samples: int = 2,
+    kept: Path | None = None,
 ) -> list[Response]:
-    with Sampler(config, folder, engine="transformers", precision=precision, sampling=SHORT) as sampler:
+    with (
+        Sampler(config, folder, engine="transformers", precision=precision, sampling=SHORT) as sampler,
+        tempfile.TemporaryDirectory() as temporary,
+    ):
         assert sampler.provenance["dtype"] == precision
-        return list(sampler.responses(problems(count), samples, purpose=purpose, label="test"))
+        responses = KeptResponses(kept or Path(temporary), {})
+        return list(sampler.responses(problems(count), samples, kept=responses, purpose=purpose, label="test"))
 
 
 def test_responses_come_by_problem_and_sample_whatever_the_order_of_the_table(tiny_model_folder: Path) -> None:
@@ -67,6 +81,54 @@ def test_many_calls_of_the_engine_give_what_one_gives(tiny_model_folder: Path, m
     at_once = [response.row() for response in sample(tiny_model_folder, config, "rollouts", count=10)]
     monkeypatch.setattr("halfmatch.sampling.SLOT_FILLS_A_CALL", 1)
     assert [response.row() for response in sample(tiny_model_folder, config, "rollouts", count=10)] == at_once
+
+
+class Asked:
+    """Counts the requests that an engine gets, and dies in a call if it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, dies_in: int | None = None):
+        self.requests: list[int] = []
+        generate = TransformersEngine.generate
+
+        def counted(engine: Any, requests: Any, *arguments: Any, **options: Any) -> Any:
+            if len(self.requests) + 1 == dies_in:
+                raise KeyboardInterrupt
+            self.requests.append(len(requests))
+            return generate(engine, requests, *arguments, **options)
+
+        monkeypatch.setattr(TransformersEngine, "generate", counted)
+
+
+def rows(responses: list[Response]) -> list[dict[str, Any]]:
+    return [response.row() for response in responses]
+
+
+def test_more_samples_sample_the_new_ones_alone_and_give_what_all_at_once_give(
+    tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = rows(sample(tiny_model_folder, Config(), "solvability", samples=5))
+    asked = Asked(monkeypatch)
+    first = rows(sample(tiny_model_folder, Config(), "solvability", samples=2, kept=tmp_path))
+    assert first == [row for row in whole if row["sample"] < 2]
+    assert rows(sample(tiny_model_folder, Config(), "solvability", samples=5, kept=tmp_path)) == whole
+    assert asked.requests == [6, 9]
+    assert rows(sample(tiny_model_folder, Config(), "solvability", samples=2, kept=tmp_path)) == first
+    assert asked.requests == [6, 9]
+
+
+def test_what_was_sampled_before_a_kill_is_not_sampled_again(
+    tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = validate({"engine": {"slots": 8}}, "")
+    whole = rows(sample(tiny_model_folder, config, "solvability", count=10))
+    monkeypatch.setattr("halfmatch.sampling.SLOT_FILLS_A_CALL", 1)
+    with monkeypatch.context() as patch:
+        Asked(patch, dies_in=3)
+        with pytest.raises(KeyboardInterrupt):
+            sample(tiny_model_folder, config, "solvability", count=10, kept=tmp_path)
+    asked = Asked(monkeypatch)
+    assert rows(sample(tiny_model_folder, config, "solvability", count=10, kept=tmp_path)) == whole
+    assert asked.requests == [4]
 
 
 def test_an_engine_that_computes_in_another_dtype_stops_the_run(

@@ -134,7 +134,7 @@ def test_the_command_prints_the_tree(run: Path, capsys: pytest.CaptureFixture[st
     [
         ("results/tiny/nothing.json", "there is no such file or folder"),
         ("results/tiny/config.yaml", "is no artefact of a run"),
-        (f"results/tiny/checkpoints/{RUN}", "checkpoints are no results"),
+        (f"results/tiny/checkpoints/{RUN}", "is no result of a step"),
     ],
 )
 def test_what_is_no_artefact_is_refused(

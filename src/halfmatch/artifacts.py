@@ -59,6 +59,15 @@ _PROBLEM = (
     ("split", pa.string()),
     ("level", pa.string(), True),
 )
+_COMPLETION = (
+    ("problem_id", pa.string()),
+    ("sample", pa.int32()),
+    ("prompt_ids", _TOKENS),
+    ("token_ids", _TOKENS),
+    ("logprobs", _LOGPROBS),
+    ("finish_reason", pa.string()),
+    ("verdict", pa.string(), True),
+)
 
 TABLES: Mapping[str, Table] = {
     # problem_id: content hash of problem and answer
@@ -69,18 +78,10 @@ TABLES: Mapping[str, Table] = {
     ),
     # token_ids and logprobs (nats, under the distribution sampled from) have one entry a sampled token, EOS included;
     # finish_reason: stop or length; verdict: correct, wrong, truncated, timeout, unparseable, or null where not graded
-    "completions": Table(
-        _schema(
-            ("problem_id", pa.string()),
-            ("sample", pa.int32()),
-            ("prompt_ids", _TOKENS),
-            ("token_ids", _TOKENS),
-            ("logprobs", _LOGPROBS),
-            ("finish_reason", pa.string()),
-            ("verdict", pa.string(), True),
-        ),
-        ("problem_id", "sample"),
-        ("token_ids", "logprobs"),
+    "completions": Table(_schema(*_COMPLETION), ("problem_id", "sample"), ("token_ids", "logprobs")),
+    # what halfmatch.responses keeps of a job: completions, and the text that was taken for the answer
+    "responses": Table(
+        _schema(*_COMPLETION, ("answer", pa.string(), True)), ("problem_id", "sample"), ("token_ids", "logprobs")
     ),
     # solve_rate_low and _high: Wilson interval; kept: inside the band of the configuration
     "perfectible": Table(

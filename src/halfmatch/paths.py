@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-# {step}: a step of the pipeline. {problems}, {model}: names in the configuration. {rollout}, {train}: names of
-# precisions. {run}: Run.name below, or "initial" for the untrained model.
+# {step}: a step of the pipeline. {job}: a step and its wildcards. {problems}, {model}: names in the configuration.
+# {rollout}, {train}: names of precisions. {run}: Run.name below, or "initial" for the untrained model.
 LAYOUT: dict[str, str] = {
     "code": "code/{step}.sha256",
     "problems": "problems/{problems}.parquet",
@@ -24,6 +24,7 @@ LAYOUT: dict[str, str] = {
     "training_curves": "train/{run}/log.csv",
     "trained": "train/{run}/model",
     "checkpoints": "checkpoints/{run}",
+    "responses": "checkpoints/responses/{job}",
     "evaluation": "evaluation/{run}/{problems}/{engine}-{rollout}.parquet",
     "evaluated_responses": "evaluation/{run}/{problems}/{engine}-{rollout}/responses.parquet",
     "evaluation_metrics": "evaluation/{run}/{problems}/{engine}-{rollout}.json",

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from halfmatch import engines, models, prompts
 from halfmatch.config import Config, Sampling
-from halfmatch.engines import Completion, Request
+from halfmatch.engines import Request
 from halfmatch.errors import UserError
-from halfmatch.grading import Grader, Verdict
+from halfmatch.grading import Grader
 from halfmatch.progress import Progress
+from halfmatch.responses import KeptResponses, Key, Response
 from halfmatch.seeds import request_seed
 
 if TYPE_CHECKING:
@@ -25,29 +25,6 @@ if TYPE_CHECKING:
 
 # Requests that the engine gets at a time: enough to keep its slots full, and little enough to hold in memory.
 SLOT_FILLS_A_CALL = 8
-
-
-@dataclass(frozen=True)
-class Response:
-    """One graded completion of a problem."""
-
-    problem_id: str
-    sample: int
-    prompt_ids: list[int]
-    completion: Completion
-    verdict: Verdict
-
-    def row(self) -> dict[str, Any]:
-        """The response as a row of the table of completions."""
-        return {
-            "problem_id": self.problem_id,
-            "sample": self.sample,
-            "prompt_ids": self.prompt_ids,
-            "token_ids": self.completion.token_ids,
-            "logprobs": self.completion.logprobs,
-            "finish_reason": self.completion.finish_reason,
-            "verdict": self.verdict.label,
-        }
 
 
 class Sampler:
@@ -87,32 +64,36 @@ class Sampler:
         """What really sampled: engine, version, dtype."""
         return {"dtype": self._engine.dtype, "engine": dict(self._engine.description)}
 
-    def responses(self, problems: pa.Table, samples: int, *, purpose: str, label: str) -> Iterator[Response]:
-        """`samples` responses to each problem, by problem and sample.
+    def responses(
+        self, problems: pa.Table, samples: int, *, kept: KeptResponses, purpose: str, label: str
+    ) -> Iterator[Response]:
+        """`samples` responses to each problem, by problem and sample; those that are kept are not sampled again.
 
         `purpose` is part of every request's seed: what is sampled for different ones is independent, and the same one
         in two precisions draws the same random numbers. `label` is what the progress says.
         """
-        tasks = [
-            (problem, sample)
+        tasks: dict[Key, dict[str, Any]] = {
+            (problem["problem_id"], sample): problem
             for problem in sorted(problems.to_pylist(), key=lambda problem: problem["problem_id"])
             for sample in range(samples)
-        ]
+        }
+        missing = sorted(tasks.keys() - kept.keys())
         calls = SLOT_FILLS_A_CALL * self._config.engine.slots
         with Progress(label, len(tasks), "responses") as progress:
-            correct = graded = 0
-            for start in range(0, len(tasks), calls):
-                for response in self._call(tasks[start : start + calls], purpose, progress):
-                    graded += 1
-                    correct += response.verdict.label == "correct"
-                    yield response
-                progress(0, f"{correct / graded:.1%} correct")
+            progress(len(tasks) - len(missing))
+            correct = 0
+            for start in range(0, len(missing), calls):
+                responses = self._call([(key, tasks[key]) for key in missing[start : start + calls]], purpose, progress)
+                kept.add(responses)
+                correct += sum(response.verdict.label == "correct" for response in responses)
+                progress(0, f"{correct / (start + len(responses)):.1%} correct")
+        yield from kept.wanted(tasks.keys())
 
-    def _call(self, tasks: list[tuple[dict[str, Any], int]], purpose: str, progress: Progress) -> list[Response]:
-        prompt_ids = [prompts.encode(self._tokenizer, self._config.prompt, problem["problem"]) for problem, _ in tasks]
+    def _call(self, tasks: list[tuple[Key, dict[str, Any]]], purpose: str, progress: Progress) -> list[Response]:
+        prompt_ids = [prompts.encode(self._tokenizer, self._config.prompt, problem["problem"]) for _, problem in tasks]
         requests = [
-            Request(tuple(ids), request_seed(self._config.seed, problem["problem_id"], sample, purpose))
-            for ids, (problem, sample) in zip(prompt_ids, tasks, strict=True)
+            Request(tuple(ids), request_seed(self._config.seed, problem_id, sample, purpose))
+            for ids, ((problem_id, sample), _) in zip(prompt_ids, tasks, strict=True)
         ]
         completions = self._engine.generate(
             requests, self._sampling, stop_token_ids=self._stop_token_ids, progress=progress
@@ -121,12 +102,12 @@ class Sampler:
         verdicts = self._grader.grade_many(
             [
                 (text, problem["answer"], completion.finish_reason == "length")
-                for text, (problem, _), completion in zip(texts, tasks, completions, strict=True)
+                for text, (_, problem), completion in zip(texts, tasks, completions, strict=True)
             ]
         )
         return [
-            Response(problem["problem_id"], sample, ids, completion, verdict)
-            for (problem, sample), ids, completion, verdict in zip(
+            Response(problem_id, sample, ids, completion, verdict)
+            for ((problem_id, sample), _), ids, completion, verdict in zip(
                 tasks, prompt_ids, completions, verdicts, strict=True
             )
         ]

@@ -116,8 +116,8 @@ class Tracer:
         self._shown.add(path)
         if artefact.kind == "model":
             return self._model(artefact)
-        if artefact.kind == "checkpoints":
-            raise UserError(f"{path}: checkpoints are no results; trace what the run wrote when it had ended")
+        if artefact.kind in ("checkpoints", "responses", "code"):
+            raise UserError(f"{path}: is no result of a step; trace what a step wrote when it had ended")
         speaker = Paths(self.root).of(_SPOKEN_FOR.get(artefact.kind, artefact.kind), **artefact.names)
         source = artifacts.provenance(speaker)
         if not {"step", "names", "config", "inputs", "versions"} <= source.keys() or source["step"] not in STEPS:

@@ -13,13 +13,13 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from halfmatch import artifacts, models
+from halfmatch import artifacts, models, steps
 from halfmatch.config import Config
 from halfmatch.errors import UserError
 from halfmatch.grading import Verdict
 from halfmatch.paths import Paths
 from halfmatch.precision import Precision
-from halfmatch.steps import scores, train
+from halfmatch.steps import course, scores, train
 
 RUN_CLI = "from halfmatch.cli import main; raise SystemExit(main())"
 RUN = "fp16_grpo_seed0"
@@ -225,10 +225,11 @@ def test_a_changed_setting_starts_afresh_after_the_end_and_is_refused_before_it(
 def test_changed_code_is_another_course(prepare, monkeypatch):
     config, _ = prepare()
     source = {"inputs": {}, "versions": {}}
-    before = train.course(config, source, RUN)
-    assert before == train.course(Config.model_validate(settings(config.output, iterations=9)), source, RUN)
-    monkeypatch.setattr(train, "checksums", lambda step: "another")
-    after = train.course(config, source, RUN)
+    before = course(config, "train", source, without=train.HOW_FAR, run=RUN)
+    longer = Config.model_validate(settings(config.output, iterations=9))
+    assert before == course(longer, "train", source, without=train.HOW_FAR, run=RUN)
+    monkeypatch.setattr(steps, "checksums", lambda step: "another")
+    after = course(config, "train", source, without=train.HOW_FAR, run=RUN)
     assert [name for name in before if before[name] != after[name]] == ["code"]
 
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from halfmatch import __version__
+from halfmatch.code_files import checksums
 from halfmatch.config import Config
 from halfmatch.paths import Run
 
@@ -192,6 +193,22 @@ def provenance(
             "halfmatch": __version__,
             **{package: metadata.version(package) for package in ("pyarrow", *STEPS[step].packages)},
         },
+    }
+
+
+def course(
+    config: Config, step: str, source: Mapping[str, Any], *, without: Collection[str], **wildcards: str
+) -> dict[str, str]:
+    """Digests of what an interrupted job must have been of to go on from what it kept, by what they are of.
+
+    source: its provenance. without: keys that say how much there is to do, and change nothing of what has been done.
+    """
+    settings = {key: value for key, value in parameters(config, step, **wildcards).items() if key not in without}
+    return {
+        "settings": digest(settings),
+        "model or problems": digest(source["inputs"]),
+        "package versions": digest(source["versions"]),
+        "code": digest(checksums(step)),
     }
 
 

@@ -10,8 +10,9 @@ from halfmatch import artifacts, evaluation, jobs
 from halfmatch.config import Config
 from halfmatch.errors import UserError
 from halfmatch.paths import Paths
+from halfmatch.responses import KeptResponses
 from halfmatch.sampling import Sampler
-from halfmatch.steps import provenance
+from halfmatch.steps import course, provenance
 
 
 def run(config: Config, *, run: str, problems: str, engine: str, rollout: str) -> None:
@@ -24,14 +25,17 @@ def run(config: Config, *, run: str, problems: str, engine: str, rollout: str) -
     weights = untrained if run == jobs.INITIAL else paths.of("trained", run=run)
     table = paths.of("problems", problems=problems)
 
+    source = provenance(config, "evaluate", inputs={"problems": table, "model": weights}, **names)
+    kept = KeptResponses(
+        paths.of("responses", job="_".join(["evaluate", *names.values()])),
+        course(config, "evaluate", source, without=["evaluation.samples", "evaluation.k"], **names),
+    )
     with Sampler(config, weights, engine=engine, precision=rollout, sampling=settings.sampling) as sampler:
-        source = {
-            **provenance(config, "evaluate", inputs={"problems": table, "model": weights}, **names),
-            **sampler.provenance,
-        }
+        source |= sampler.provenance
         responses = sampler.responses(
             artifacts.read(table, "problems"),
             settings.samples,
+            kept=kept,
             purpose="evaluation",
             label=f"evaluate {run} {problems} {engine}-{rollout}",
         )

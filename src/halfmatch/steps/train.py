@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from halfmatch import artifacts, engines, models, prompts
-from halfmatch.code_files import checksums
 from halfmatch.config import Config
 from halfmatch.errors import UserError
 from halfmatch.grading import Grader
@@ -25,12 +24,15 @@ from halfmatch.rl.ranks import join
 from halfmatch.rl.rollouts import Problem
 from halfmatch.rl.trainer import Trainer
 from halfmatch.rl.training_log import write_curves
-from halfmatch.steps import digest, parameters, provenance
+from halfmatch.steps import course, provenance
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
+
+# Say how long a run is and on how many ranks it is computed, which may change on the way.
+HOW_FAR = ("training.iterations", "training.ranks", "training.nodes")
 
 
 def run(config: Config, *, run: str) -> None:
@@ -51,7 +53,7 @@ def run(config: Config, *, run: str) -> None:
         ranks = stack.enter_context(join(settings.ranks, config.engine.device))
         checkpoints = Checkpoints(
             paths.of("checkpoints", run=run),
-            course=course(config, source, run),
+            course=course(config, "train", source, without=HOW_FAR, run=run),
             keep=settings.keep_checkpoints,
             ranks=ranks,
         )
@@ -135,20 +137,6 @@ def read_problems(config: Config, path: Path, tokenizer: PreTrainedTokenizerBase
             f"training.max_prompt_tokens"
         )
     return problems, long
-
-
-def course(config: Config, source: Mapping[str, Any], run: str) -> dict[str, str]:
-    """Digests of what the course of a run depends on: of all its settings but how many iterations there are, and how
-    many ranks it is computed on, which may change on the way."""
-    settings = parameters(config, "train", run=run)
-    for key in ("iterations", "ranks", "nodes"):
-        del settings[f"training.{key}"]
-    return {
-        "settings": digest(settings),
-        "model or problems": digest(source["inputs"]),
-        "package versions": digest(source["versions"]),
-        "code": digest(checksums("train")),
-    }
 
 
 def save_trained(weights: Mapping[str, torch.Tensor], start: Path, folder: Path) -> None:
