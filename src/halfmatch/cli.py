@@ -147,7 +147,7 @@ def _known(config: Config, wildcard: str) -> list[str]:
     from halfmatch import jobs
 
     if wildcard == "engine":
-        return ["transformers", "vllm"]
+        return ["transformers", "vllm", jobs.TRAINER]
     if wildcard == "shard":
         return jobs.shards(config)
     if wildcard == "run":
