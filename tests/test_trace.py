@@ -77,7 +77,8 @@ def test_every_kind_of_artefact_leads_to_its_sources(artefact: str, run: Path) -
 
 def test_the_report_names_all_that_it_was_made_from(run: Path) -> None:
     text = trace(ROOT / "report/headline.json")
-    assert "made from these 10 artefacts" in text
+    # four evaluations with their counts, scores and responses; one cell of the mismatch; a log; two sets of problems
+    assert "made from these 18 artefacts" in text
     for path in (METRICS, ROOT / f"train/{RUN}/log.parquet", ROOT / "solvability/perfectible.parquet"):
         assert str(path) in text
 
