@@ -21,7 +21,7 @@ SAMPLING_ROUNDS = 10  # the default of training.sampling_rounds
 
 def unusable(config: Config) -> list[str]:
     """Everything that could not be run as it stands, or would be silently ignored."""
-    checks = (_unusable_engines, _unusable_routing, _unusable_values, _unusable_methods)
+    checks = (_unusable_engines, _unusable_ranks, _unusable_routing, _unusable_values, _unusable_methods)
     return [*_unusable_output(config.output), *(complaint for check in checks for complaint in check(config))]
 
 
@@ -50,6 +50,19 @@ def _unusable_engines(config: Config) -> Iterator[str]:
             yield f"{section}.engines: an engine stands twice in {list(engines)}"
     if config.evaluation and config.evaluation.engines == ("trainer",):
         yield "evaluation.engines: trainer alone has nothing to be compared with; add the engine to deploy with"
+
+
+def _unusable_ranks(config: Config) -> Iterator[str]:
+    """Engines that do not fit the ranks of a training run, each of which has one or a part of one."""
+    if config.training is None or config.training.ranks == 1:
+        return
+    ranks, engine = config.training.ranks, config.engine
+    if engine.data_parallel > 1:
+        yield f"engine.data_parallel: every one of {ranks} training.ranks has an engine of its own; remove it"
+    if ranks % engine.tensor_parallel:
+        yield f"engine.tensor_parallel: {ranks} training.ranks do not divide into engines of {engine.tensor_parallel}"
+    if engine.tensor_parallel > 1 and engine.device == "cpu":
+        yield "engine.tensor_parallel: on a CPU every one of several training.ranks runs an engine alone; remove it"
 
 
 def _unusable_routing(config: Config) -> Iterator[str]:

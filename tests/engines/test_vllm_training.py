@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from halfmatch import artifacts
 from halfmatch.config import Config
@@ -17,6 +20,9 @@ from halfmatch.steps import train
 pytestmark = pytest.mark.vllm
 
 RUN = "fp16_grpo_seed0"
+
+
+RUN_CLI = "from halfmatch.cli import main; raise SystemExit(main())"
 
 
 def configuration(output: Path) -> Config:
@@ -49,6 +55,23 @@ def configuration(output: Path) -> Config:
     )
 
 
+def perfectible_rows() -> list[dict[str, Any]]:
+    return [
+        {
+            **dict.fromkeys(("tries", "solved", "wrong", "truncated", "timeout", "unparseable"), 0),
+            **dict.fromkeys(("solve_rate", "solve_rate_low", "solve_rate_high"), 0.5),
+            "problem_id": f"p{digit}",
+            "problem": f"{digit}×{digit}",
+            "answer": str(digit),
+            "source": "here",
+            "split": "train",
+            "level": None,
+            "kept": True,
+        }
+        for digit in range(2, 8)
+    ]
+
+
 class ParityGrader:
     """Right where the response has an even number of letters: a random model solves nothing else."""
 
@@ -72,21 +95,7 @@ def test_the_engine_follows_the_trainer(
     config = configuration(tmp_path / "results")
     paths = Paths(Path(config.output))
     shutil.copytree(tiny_model_folder, paths.of("model", model="tiny"))
-    rows = [
-        {
-            **dict.fromkeys(("tries", "solved", "wrong", "truncated", "timeout", "unparseable"), 0),
-            **dict.fromkeys(("solve_rate", "solve_rate_low", "solve_rate_high"), 0.5),
-            "problem_id": f"p{digit}",
-            "problem": f"{digit}×{digit}",
-            "answer": str(digit),
-            "source": "here",
-            "split": "train",
-            "level": None,
-            "kept": True,
-        }
-        for digit in range(2, 8)
-    ]
-    artifacts.write(paths.of("perfectible"), "perfectible", rows, {})
+    artifacts.write(paths.of("perfectible"), "perfectible", perfectible_rows(), {})
     train.run(config, run=RUN)
 
     log = artifacts.read(paths.of("training_log", run=RUN), "training_log")
@@ -100,3 +109,22 @@ def test_the_engine_follows_the_trainer(
     ]  # fmt: skip
     assert len(first_of_iteration) == 3
     assert all(0 < k3 < 1e-3 for k3 in first_of_iteration)
+
+
+def test_every_rank_samples_with_an_engine_of_its_own(tiny_model_folder: Path, tmp_path: Path) -> None:
+    config = configuration(tmp_path / "results").model_dump(mode="json")
+    config["training"] |= {"ranks": 2, "iterations": 2, "checkpoint_every": 1}
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(config), encoding="utf-8")
+    paths = Paths(tmp_path / "results")
+    shutil.copytree(tiny_model_folder, paths.of("model", model="tiny"))
+    artifacts.write(paths.of("perfectible"), "perfectible", perfectible_rows(), {})
+    command = [sys.executable, "-c", RUN_CLI, "train", "--config", str(file), "--run", RUN]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-6000:]
+    log = artifacts.read(paths.of("training_log", run=RUN), "training_log").to_pylist()
+    first = [row for row in log if row["k3"] is not None]
+    assert len(first) == 2
+    for row in first:  # the worse of the two ranks' engines
+        assert 0 < row["k3"] < 1e-2
+        assert 0 < row["probe_k3"] < 1e-2

@@ -37,6 +37,11 @@ def test_shares_are_whole_and_in_order():
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
+def test_ranks_that_run_an_engine_together_have_one_share():
+    shares = [list(Ranks(rank, 4).share(range(5), together=2)) for rank in range(4)]
+    assert shares == [[0, 1], [0, 1], [2, 3, 4], [2, 3, 4]]
+
+
 def test_one_process_alone_has_nobody_to_talk_to():
     tensor = torch.ones(3)
     assert ALONE.sum(tensor) is tensor

@@ -355,7 +355,14 @@ def _platform_settings(model: Path, dtype: DType, settings: EngineSettings) -> d
                 token_bytes, context, settings.slots, settings.gpu_memory, available
             ),
         }
-    return {"gpu_memory_utilization": settings.gpu_memory}
+    return {"gpu_memory_utilization": settings.gpu_memory, **_launcher(os.environ)}
+
+
+def _launcher(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Among the ranks of a training run the engine lives on the rank's own GPU, or with tensor parallelism on those of
+    ranks side by side; alone it starts what processes it needs."""
+    several = int(environment.get("WORLD_SIZE", "1")) > 1
+    return {"distributed_executor_backend": "external_launcher"} if several else {}
 
 
 def _sampling_parameters(request: Request, sampling: Sampling, stop_token_ids: Sequence[int]) -> Any:

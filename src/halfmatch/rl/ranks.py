@@ -23,11 +23,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those of its run. `local`: its number on this machine, and the number of its GPU."""
+    """This process among those of its run. `local`: its number among the `local_size` on this machine, and the number
+    of its GPU."""
 
     rank: int = 0
     size: int = 1
     local: int = 0
+    local_size: int = 1
     mesh: DeviceMesh | None = None
 
     @property
@@ -35,9 +37,13 @@ class Ranks:
         """Whether this is the one that writes what is written once."""
         return self.rank == 0
 
-    def share(self, items: Sequence[T]) -> Sequence[T]:
-        """This rank's part of what all ranks hold: contiguous, and as even as can be. `gather` puts them together."""
-        return items[len(items) * self.rank // self.size : len(items) * (self.rank + 1) // self.size]
+    def share(self, items: Sequence[T], together: int = 1) -> Sequence[T]:
+        """This rank's part of what all ranks hold: contiguous, and as even as can be. `gather` puts them together.
+
+        `together`: so many ranks, side by side, have one part, as those do that run an engine together.
+        """
+        group, groups = self.rank // together, self.size // together
+        return items[len(items) * group // groups : len(items) * (group + 1) // groups]
 
     def gather(self, items: Sequence[T]) -> list[T]:
         """The items of all ranks, in the order of the ranks."""
@@ -71,8 +77,7 @@ class Ranks:
     @contextmanager
     def in_turn(self) -> Iterator[None]:
         """Run the block on one rank of this machine after the other: what it needs of memory is needed once."""
-        turns = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if self.size > 1 else 1
-        for turn in range(turns):
+        for turn in range(self.local_size):
             if turn == self.local:
                 yield
             self.wait()
@@ -98,6 +103,9 @@ def join(expected: int, device: str) -> Iterator[Ranks]:
         torch.cuda.set_device(local)
     dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "cpu:gloo")
     try:
-        yield Ranks(dist.get_rank(), size, local, init_device_mesh(device, (size,)))
+        # From the environment now: vLLM writes into it.
+        local_size = int(os.environ["LOCAL_WORLD_SIZE"])
+        yield Ranks(dist.get_rank(), size, local, local_size, init_device_mesh(device, (size,)))
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():  # vLLM takes the process group down with itself
+            dist.destroy_process_group()

@@ -71,11 +71,16 @@ class Trainer:
         objective: Objective,
         seed: int,
         ranks: Ranks = ALONE,
+        ranks_an_engine: int = 1,
     ):
-        """`model`: float32, on its device; it is cast here, in place. `decode`: token ids to text, for the grader."""
+        """`model`: float32, on its device; it is cast here, in place. `decode`: token ids to text, for the grader.
+
+        `ranks_an_engine`: how many ranks, side by side, run one engine together, on the same requests.
+        """
         if engine.dtype != precision.rollout:
             raise UserError(f"the engine computes in {engine.dtype}, and the precision asks for {precision.rollout}")
-        self.engine, self.grader, self.decode, self.ranks = engine, grader, decode, ranks
+        self.engine, self.grader, self.decode = engine, grader, decode
+        self.ranks, self.ranks_an_engine = ranks, ranks_an_engine
         self.settings, self.precision, self.objective, self.seed = settings, precision, objective, seed
         self.stop_token_ids = frozenset(stop_token_ids)
         self.sampler = ProblemSampler(problems, seed)
@@ -229,7 +234,7 @@ class Trainer:
         with self._timed("rollout"):
             sample = partial(
                 collect,
-                self.ranks.share(self.sampler.draw(count)),
+                self.ranks.share(self.sampler.draw(count), self.ranks_an_engine),
                 samples,
                 engine=self.engine,
                 sampling=self.settings.sampling,
@@ -237,6 +242,8 @@ class Trainer:
                 seed=self.seed,
             )
             problems, completions = self.ranks.together(sample, NonFiniteError)
+            if self.ranks.rank % self.ranks_an_engine:
+                problems, completions = [], []  # the first of the ranks that sampled them brings them in
         with self._timed("grading"):
             verdicts = grade(problems, completions, grader=self.grader, decode=self.decode)
             return lay_out(

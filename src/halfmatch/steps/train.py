@@ -83,6 +83,7 @@ def run(config: Config, *, run: str) -> None:
                 objective=objectives.named(cell.objective, settings.objective_settings.get(cell.objective)),
                 seed=cell.seed,
                 ranks=ranks,
+                ranks_an_engine=config.engine.tensor_parallel if settings.ranks > 1 else 1,
             )
         rows = trainer.run(
             checkpoints,
