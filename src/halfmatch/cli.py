@@ -103,6 +103,12 @@ def _parser() -> argparse.ArgumentParser:
     traced.add_argument("artefact", type=Path, help="a file or model folder below an output folder")
     measure_options.add_to(add("measure", measure_options.HELP, _measure, takes_config=False))
     add("code", "write the checksums of the source files of each step, which its jobs have as an input", _code)
+    exported = add("export", "write a checkpoint of a run as a model folder", _export)
+    exported.add_argument("--run", required=True, metavar="NAME", help=_WILDCARD_HELP["run"].partition(";")[0])
+    exported.add_argument(
+        "--iteration", type=int, metavar="N", help="checkpoint after so many iterations; else the last"
+    )
+    exported.add_argument("folder", type=Path, help="new folder to write to")
     restore = add(
         "restore", "after `dvc pull` or `dvc checkout`: tell Snakemake that the results are up to date", _restore
     )
@@ -201,6 +207,17 @@ def _code(options: argparse.Namespace) -> None:
     from halfmatch.pipeline import Pipeline
 
     Pipeline(_load(options), tuple(options.config)).write_files()
+
+
+def _export(options: argparse.Namespace) -> None:
+    from halfmatch import jobs
+
+    config, known = _load(options), [run.name for run in jobs.runs(_load(options))]
+    if options.run not in known:
+        raise UserError(f"--run {options.run}: the configuration has no such name; {nearest(options.run, known)}")
+    from halfmatch.rl.export import export
+
+    print(f"{export(config, options.run, options.iteration, options.folder)} → {options.folder}")
 
 
 def _restore(options: argparse.Namespace) -> None:

@@ -19,6 +19,7 @@ from halfmatch.errors import UserError
 from halfmatch.grading import Verdict
 from halfmatch.paths import Paths
 from halfmatch.precision import Precision
+from halfmatch.rl.export import export
 from halfmatch.steps import course, scores, train
 
 RUN_CLI = "from halfmatch.cli import main; raise SystemExit(main())"
@@ -381,3 +382,32 @@ def test_what_is_wrong_on_the_ranks_is_told_with_the_same_exit_status(prepare, t
     assert process.returncode == 2
     assert "so there is nothing to train on" in errors
     assert not paths.of("training_log", run=RUN).exists()
+
+
+# ------------------------------------------------------------------------------------------------------------ export
+def test_a_checkpoint_is_exported_as_a_model_that_transformers_loads(prepare, quick_grader, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+    config, paths = prepare()
+    train.run(config, run=RUN)
+    export(config, RUN, None, tmp_path / "last")
+    export(config, RUN, 2, tmp_path / "second")
+    last, second, final = (
+        dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
+        for folder in (tmp_path / "last", tmp_path / "second", paths.of("trained", run=RUN))
+    )
+    assert all(torch.equal(last[name], weight) for name, weight in final.items())
+    assert any(not torch.equal(second[name], weight) for name, weight in final.items())
+    assert AutoTokenizer.from_pretrained(tmp_path / "last").eos_token == "<eos>"
+    assert GenerationConfig.from_pretrained(tmp_path / "last").eos_token_id is not None
+
+
+def test_what_cannot_be_exported_is_told(prepare, quick_grader, tmp_path):
+    config, paths = prepare()
+    with pytest.raises(UserError, match="no checkpoint is there"):
+        export(config, RUN, None, tmp_path / "none")
+    train.run(config, run=RUN)
+    with pytest.raises(UserError, match="no checkpoint of iteration 7; there are those of 2, 3"):
+        export(config, RUN, 7, tmp_path / "none")
+    with pytest.raises(UserError, match="exists and is not empty"):
+        export(config, RUN, None, paths.of("trained", run=RUN))

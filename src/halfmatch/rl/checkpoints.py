@@ -45,10 +45,11 @@ class Checkpoint:
     iterations: int
     state: Mapping[str, Any]
 
-    def read_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Fill whole or sharded tensors, in place; UserError where the checkpoint does not hold them as they are."""
+    def read_tensors(self, tensors: Mapping[str, torch.Tensor], *, alone: bool = True) -> None:
+        """Fill whole or sharded tensors, in place; UserError where the checkpoint does not hold them, or where it holds
+        others and these are to be `alone`."""
         stored = self._stored()
-        if differing := sorted(stored ^ tensors.keys()):
+        if differing := sorted(stored ^ tensors.keys() if alone else tensors.keys() - stored):
             raise UserError(
                 f"{self.path}: does not hold the tensors of this run: {', '.join(differing[:5])}"
                 f"{' and others' if len(differing) > 5 else ''}; remove it to start afresh"
