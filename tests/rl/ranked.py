@@ -87,12 +87,9 @@ def overflow_on_one_rank(model: Path, ranks: Ranks, clip_norm: float | None):
     trainer.experience = experience
     masters = trainer.policy.masters
     before = [weight.clone() for weight in masters.tensors().values()]
-    culprits = []
-    find = trainer._find_non_finite
-    trainer._find_non_finite = lambda *arguments: culprits.append(find(*arguments)) or culprits[-1]
     (row,) = trainer.iteration()
     unchanged = all(torch.equal(old, new) for old, new in zip(before, masters.tensors().values(), strict=True))
-    return ranks.gather([[row["step_skipped"], unchanged, trainer.policy.loss_scale, culprits[0]]])
+    return ranks.gather([[row["step_skipped"], unchanged, trainer.policy.loss_scale, row["first_non_finite"]]])
 
 
 def interrupted(model: Path, folder: Path, ranks: Ranks, iterations: int):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +11,6 @@ from torch import Tensor
 
 from halfmatch.config import Training
 from halfmatch.precision import Precision
-from halfmatch.precision.monitors import first_non_finite
 from halfmatch.rl.advantages import generalized_advantages, standardized
 from halfmatch.rl.batching import Batch
 from halfmatch.rl.experience import Plan
@@ -68,18 +68,8 @@ class Critic:
 
     def gradient_step(self, batch: Batch, targets: Targets, plan: Plan, rate: float) -> dict[str, Any]:
         """One optimizer step, left out where a gradient is not finite; its columns of the log."""
-        scale = self.learner.loss_scale
-        columns = self._accumulate(batch, targets, plan)
-        norm = self.learner.step(rate)
-        skipped = norm != norm
-        culprit = self._find_non_finite(batch, targets, plan) if skipped else None
-        self.learner.adjust_scale(overflow=skipped)
-        return columns | {
-            "critic_gradient_norm": norm,
-            "critic_loss_scale": scale,
-            "critic_step_skipped": skipped,
-            "critic_first_non_finite": culprit,
-        }
+        columns, taken = self.learner.update(partial(self._accumulate, batch, targets, plan), rate)
+        return columns | {f"critic_{name}": value for name, value in taken.items()}
 
     def _values(self, batch: Batch, rows: Tensor) -> Tensor:
         """Values of a micro-batch. An empty one is a pass that counts for nothing: the other ranks wait for this
@@ -116,10 +106,3 @@ class Critic:
             "value_clip_share": clipped_sum / max(tokens, 1),
             "explained_variance": explained_variance(values[rows], targets.returns[rows], mask[rows]),
         }
-
-    def _find_non_finite(self, batch: Batch, targets: Targets, plan: Plan) -> str | None:
-        """Run a step that was skipped once more, at the same loss scale, and watch it."""
-        with first_non_finite(self.learner.model) as finding:
-            self._accumulate(batch, targets, plan)
-        self.learner.masters.clear_gradients()
-        return next((name for name in self.ranks.gather([finding.name]) if name), None)

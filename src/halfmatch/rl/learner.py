@@ -6,10 +6,10 @@ and the shards are the masters (halfmatch.precision.sharding).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -20,6 +20,7 @@ from halfmatch.config import Lora, Training
 from halfmatch.precision import Precision, torch_dtype
 from halfmatch.precision.casting import cast_model, prepare_model
 from halfmatch.precision.masters import MasterWeights
+from halfmatch.precision.monitors import first_non_finite
 from halfmatch.precision.scaling import LossScaler
 from halfmatch.precision.sharding import ShardedWeights, blocks, shard
 from halfmatch.rl.ranks import ALONE, Ranks
@@ -27,6 +28,7 @@ from halfmatch.rl.ranks import ALONE, Ranks
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+T = TypeVar("T")
 # What AdamW remembers of a parameter, beside the number of steps.
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -50,7 +52,7 @@ def frozen_copy(model: PreTrainedModel, precision: Precision, ranks: Ranks = ALO
 
 
 class Learner:
-    """One model with what trains it. `gradients → step → adjust_scale` is one optimizer step."""
+    """One model with what trains it: `update` is one optimizer step."""
 
     def __init__(
         self,
@@ -63,7 +65,7 @@ class Learner:
         seed: int = 0,
     ):
         """`model`: float32, on its device; it is cast here, in place. lora: train an adapter alone (`seed`: of it)."""
-        self.model, self.precision, self.lora = model, precision, lora
+        self.model, self.precision, self.lora, self.ranks = model, precision, lora, ranks
         self.clip_norm = settings.clip_norm
         model.requires_grad_(True)
         if lora:
@@ -114,6 +116,25 @@ class Learner:
         if isinstance(self.model, FSDPModule):
             self.model.set_requires_gradient_sync(last)
         (self.scaler.scale(loss) if self.scaler else loss).backward()
+
+    def update(self, accumulate: Callable[[], T], learning_rate: float) -> tuple[T, dict[str, Any]]:
+        """One optimizer step, left out where a gradient is not finite: what `accumulate` gives, and the log's columns.
+
+        `accumulate` runs the forward and `backward` passes. Where the step is left out it runs once more, at the same
+        loss scale, to be watched for the first tensor that is not finite.
+        """
+        scale, culprit = self.loss_scale, None
+        result = accumulate()
+        norm = self.step(learning_rate)
+        skipped = norm != norm
+        if skipped:
+            with first_non_finite(self.model) as finding:
+                accumulate()
+            self.masters.clear_gradients()
+            culprit = next((name for name in self.ranks.gather([finding.name]) if name), None)
+        self.adjust_scale(overflow=skipped)
+        columns = {"gradient_norm": norm, "loss_scale": scale, "step_skipped": skipped, "first_non_finite": culprit}
+        return result, columns
 
     def step(self, learning_rate: float) -> float:
         """Move the weights by the gradients, which are cleared; returns their norm before clipping.

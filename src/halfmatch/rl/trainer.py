@@ -25,7 +25,7 @@ from halfmatch.engines import Engine, NonFiniteError
 from halfmatch.engines.probe import probe, probe_requests
 from halfmatch.errors import UserError
 from halfmatch.precision import Precision
-from halfmatch.precision.monitors import audit_matmuls, first_non_finite, probe_overflow
+from halfmatch.precision.monitors import audit_matmuls, probe_overflow
 from halfmatch.rl import monitors
 from halfmatch.rl.advantages import group_advantages
 from halfmatch.rl.batching import Batch
@@ -299,22 +299,12 @@ class Trainer:
         """One optimizer step, left out where a gradient is not finite; returns its columns of the log and log π(θ) of
         its rows before the step, [B, R]."""
         step = len(self.rows)
-        rate, scale = self.learning_rate(step), self.policy.loss_scale
-
-        columns, logp = self._accumulate(experience, plan)
-        norm = self.policy.step(rate)
-        skipped = norm != norm
-        culprit = self._find_non_finite(experience, plan) if skipped else None
-        self.policy.adjust_scale(overflow=skipped)
-
-        columns |= {
-            "gradient_norm": norm,
+        rate = self.learning_rate(step)
+        (columns, logp), taken = self.policy.update(partial(self._accumulate, experience, plan), rate)
+        columns |= taken | {
             "learning_rate": rate,
-            "loss_scale": scale,
-            "step_skipped": skipped,
-            "skip_share": (sum(row["step_skipped"] for row in self.rows) + skipped) / (step + 1),
+            "skip_share": (sum(row["step_skipped"] for row in self.rows) + taken["step_skipped"]) / (step + 1),
             "weight_change": self._weight_change(step),
-            "first_non_finite": culprit,
         }
         if self.critic is not None and experience.targets is not None:
             rate = self.learning_rate(step, self.settings.critic_learning_rate)
@@ -368,13 +358,6 @@ class Trainer:
         counted = {name: value for name, value in columns.items() if name not in ("tokens", "sequences")}
         loss, entropy = self.ranks.sum(sums).tolist()
         return {**counted, "loss": loss, "entropy": entropy / max(totals.tokens, 1)}, self.ranks.sum(logp)
-
-    def _find_non_finite(self, experience: Experience, plan: Plan) -> str | None:
-        """Run a step that was skipped once more, at the same loss scale, and watch it."""
-        with first_non_finite(self.policy.model) as finding:
-            self._accumulate(experience, plan)
-        self.policy.masters.clear_gradients()
-        return next((name for name in self.ranks.gather([finding.name]) if name), None)
 
     def _weight_change(self, step: int) -> float | None:
         """How far the weights have moved, in the first steps; then the initial ones are let go."""
