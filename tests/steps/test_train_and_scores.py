@@ -130,7 +130,7 @@ def test_train_writes_log_curves_and_model(prepare, quick_grader):
     (shard,) = (paths.of("checkpoints", run=RUN) / "iteration-00000003").glob("*.safetensors")
     stored = load_file(shard)
     for name, weight in trained.named_parameters():
-        assert torch.equal(weight, stored[f"master.{name}"])
+        assert torch.equal(weight, stored[f"policy.master.{name}"])
     assert models.load_config(folder).dtype == torch.float32
     assert (
         models.load_tokenizer(folder).get_vocab() == models.load_tokenizer(paths.of("model", model="tiny")).get_vocab()
