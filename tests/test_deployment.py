@@ -102,6 +102,7 @@ def test_without_a_changed_verdict_the_interval_still_has_a_width():
     z2 = 1.959963984540054**2
     assert found.difference == pytest.approx((0.0, -z2 / (20 + z2), z2 / (20 + z2)))  # Wilson's end for 0 of 20
     assert (found.gained, found.lost, found.p_sign_flip) == (0, 0, 1.0)
+    assert found.same == pytest.approx((1.0, 20 / (20 + z2), 1.0))
 
 
 def test_several_runs_keep_a_problem_together():

@@ -73,7 +73,8 @@ def gap(pairs: Pairs, *, bootstrap_samples: int, seed: int, confidence: float) -
     """The gap with its interval and test; None without a pair.
 
     Where no verdict differs a bootstrap would give an interval of no width. The gap is then at most the share of
-    verdicts that differ, and the interval reaches as far either way as Wilson's of that share, 0 of the pairs.
+    verdicts that differ, and the interval reaches as far either way as Wilson's of that share, 0 of the pairs. So it is
+    for the share of equal responses where all or none are.
     """
     if not len(pairs.problems):
         return None
@@ -94,6 +95,8 @@ def gap(pairs: Pairs, *, bootstrap_samples: int, seed: int, confidence: float) -
     )
     known = {name: Estimate(*map(float, estimate)) for name, estimate in estimates.items()}
     gained, lost = (int((pairs.deployed & ~pairs.trained).sum()), int((pairs.trained & ~pairs.deployed).sum()))
+    if pairs.same.all() or not pairs.same.any():
+        known["same"] = Estimate(known["same"].value, *wilson_interval(int(pairs.same.sum()), len(of_pair), confidence))
     if gained == lost == 0:
         _, most = wilson_interval(0, len(of_pair), confidence)
         known["difference"] = Estimate(0.0, -most, most)

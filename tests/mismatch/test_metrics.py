@@ -1,6 +1,7 @@
 """Mismatch metrics by hand, against plain loops, and where they are undefined."""
 
 import math
+import statistics
 
 import numpy as np
 import pytest
@@ -47,7 +48,8 @@ def test_sequence_metrics_by_hand():
     rollout = np.full((3, 4), -3.0)
     mask = np.array([[1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 1]], dtype=bool)
     metrics = sequence_metrics(train, rollout, mask)
-    k3_sum = (math.exp(0.4) - 1.4) + (math.exp(0.6) - 1.6) + (math.exp(-2) + 1) + 4 * (math.exp(-0.5) - 0.5)
+    k3 = [(math.exp(0.4) - 1.4) + (math.exp(0.6) - 1.6), math.exp(-2) + 1, 4 * (math.exp(-0.5) - 0.5)]
+    k3_sum = sum(k3)
     weights = [math.e, math.exp(-2), math.exp(-2)]
     ess = sum(weights) ** 2 / sum(weight**2 for weight in weights)
     # least squares: T − 7/3 = −1/3, −4/3, 5/3; Σd + 1 = 2, −1, −1: (−2/3 + 4/3 − 5/3) / (1/9 + 16/9 + 25/9)
@@ -59,6 +61,8 @@ def test_sequence_metrics_by_hand():
             "kl_sequence": 1,
             "sigma": math.sqrt((4 + 1 + 1) / 2),
             "sigma_predicted": math.sqrt(2 * (k3_sum / 7) * (7 / 3)),
+            "sigma_tokens": math.sqrt((0.16 + 0.36 + 4 + 4 * 0.25) / 3),
+            "sigma_slack": statistics.stdev(k3),
             "slope_per_1k": 1000 * (-1) / (42 / 9),
             "ess": ess,
             "ess_share": ess / 3,
@@ -66,6 +70,22 @@ def test_sequence_metrics_by_hand():
             "perplexity_ratio": (math.exp(-1 / 2) + math.exp(2) + math.exp(1 / 2)) / 3,
         }
     )
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.5, 1.0])
+def test_sigma_is_within_the_slack_of_what_single_tokens_give(spread):
+    """Responses that differ in how noisy they are, d normal with mean −v/2 and variance v, so E[e^d] = 1: the bound of
+    docs/sigma_law.md holds for every spread, where the law does not."""
+    rng = np.random.default_rng(0)
+    responses, time = 4000, 100
+    variance = 0.04 * np.exp(spread * rng.normal(size=(responses, 1)))
+    d = rng.normal(-variance / 2, np.sqrt(variance), (responses, time))
+    mask = np.ones(d.shape, dtype=bool)
+    metrics = sequence_metrics(d - 3, np.full(d.shape, -3.0), mask)
+    exact = math.sqrt(time * variance.mean() + (time / 2) ** 2 * variance.var())
+    assert metrics["sigma"] == pytest.approx(exact, rel=0.05)
+    noise = 3 * metrics["sigma"] / math.sqrt(2 * responses)
+    assert abs(metrics["sigma"] - metrics["sigma_tokens"]) <= metrics["sigma_slack"] + noise
 
 
 @settings(max_examples=60, deadline=None)

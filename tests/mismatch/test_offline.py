@@ -104,7 +104,10 @@ def test_the_law_at_a_length_is_of_the_responses_that_reach_it_cut_there(tmp_pat
         }
         expected = sequence_metrics(*padded(long_enough, 0, length))
         assert row["sequences"] == expected["sequences"]
-        for name in ("kl_sequence", "sigma", "sigma_predicted", "ess", "ess_share", "ess_share_predicted"):
+        for name in (
+            *("kl_sequence", "sigma", "sigma_predicted", "sigma_tokens", "sigma_slack"),
+            *("ess", "ess_share", "ess_share_predicted"),
+        ):
             assert row[name]["value"] == pytest.approx(expected[name], rel=1e-9, abs=1e-12)
 
 

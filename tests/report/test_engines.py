@@ -8,7 +8,7 @@ import pytest
 
 from halfmatch.config import Config
 from halfmatch.report import tables
-from halfmatch.report.figures import mismatch, overview
+from halfmatch.report.figures import mismatch, overview, sigma_law
 from halfmatch.report.headline import headline, headline_text
 from halfmatch.report.results import Results, collect
 
@@ -39,7 +39,7 @@ def test_the_tables_have_both(both: Results) -> None:
     assert all("[" in cell for row in tables.headline(both).rows for cell in row[2:7])
 
 
-@pytest.mark.parametrize("draw", [mismatch.sequences, mismatch.sigma_law, mismatch.fidelity])
+@pytest.mark.parametrize("draw", [mismatch.sequences, sigma_law.draw, mismatch.fidelity])
 def test_every_figure_has_panels_of_both(draw, both: Results) -> None:
     drawing = draw(both)
     words = [axes.get_title() for axes in drawing.figure.axes] + [axes.get_ylabel() for axes in drawing.figure.axes]

@@ -9,7 +9,7 @@ import pytest
 from halfmatch.config import Config, Training
 from halfmatch.paths import Run
 from halfmatch.precision import Precision
-from halfmatch.report.figures import grid, layers, mismatch, overview, style, training
+from halfmatch.report.figures import grid, layers, mismatch, overview, sigma_law, style, training
 from halfmatch.report.numbers import number
 from halfmatch.report.training import TrainingRun
 
@@ -20,7 +20,7 @@ DRAWERS = [
     mismatch.sequences,
     mismatch.differences,
     mismatch.positions,
-    mismatch.sigma_law,
+    sigma_law.draw,
     mismatch.fidelity,
     training.reward,
     training.health,

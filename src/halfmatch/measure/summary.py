@@ -155,7 +155,7 @@ def _as_json(cell: Cell) -> dict[str, Any]:
 
 def figures(cells: Sequence[Cell], folder: Path, *, confidence: float) -> None:
     """The panels of the report, of these measurements: colours are of the dtype that scores."""
-    from halfmatch.report.figures import mismatch, style
+    from halfmatch.report.figures import mismatch, sigma_law, style
 
     trains = list(dict.fromkeys(cell.train for cell in cells))
     precisions = {name: _precision(name) for name in trains}
@@ -187,7 +187,7 @@ def figures(cells: Sequence[Cell], folder: Path, *, confidence: float) -> None:
         missing=[],
         artefacts=[],
     )
-    draws = (mismatch.tokens, mismatch.sequences, mismatch.differences, mismatch.positions, mismatch.sigma_law)
+    draws = (mismatch.tokens, mismatch.sequences, mismatch.differences, mismatch.positions, sigma_law.draw)
     with style.styled():
         for draw in draws:
             drawing = draw(results)

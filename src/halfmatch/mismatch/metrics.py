@@ -57,18 +57,20 @@ def sequence_metrics(logp_train: Any, logp_rollout: Any, mask: Any) -> dict[str,
     ess_share = ess / n; perplexity_ratio = mean exp(−Σd / T), π's perplexity over μ's.
 
     The σ law: if d is noise of variance 2k a token (k the KL a token, estimated by k3), then sigma is
-    sigma_predicted = √(2 k T) at the mean length T, and ess_share is ess_share_predicted = exp(−2 k T).
+    sigma_predicted = √(2 k T) at the mean length T, and ess_share is ess_share_predicted = exp(−2 k T). Without a law
+    (docs/sigma_law.md): sigma_tokens = √(mean Σd²) is what sigma is where all prefixes are equally hard, and
+    sigma_slack, the standard deviation of Σ(e^d − 1 − d), bounds how far it is from there where they are not.
     """
     logp_train, logp_rollout, mask = _float64(logp_train), _float64(logp_rollout), _float64(mask).astype(bool)
     response = np.nonzero(mask)[0]  # of each token
     terms = token_terms(logp_train[mask], logp_rollout[mask])
-    tokens, bad_tokens, log_ratios, k3 = (
+    tokens, bad_tokens, log_ratios, squares, k3 = (
         np.bincount(response, weights=terms[name], minlength=len(mask))
-        for name in ("tokens", "non_finite_tokens", "d", "k3")
+        for name in ("tokens", "non_finite_tokens", "d", "d_squared", "k3")
     )
     finite = (bad_tokens == 0) & (tokens > 0)
-    log_ratios, lengths, k3 = log_ratios[finite], tokens[finite], k3[finite]
-    sums = {name: np.asarray(term.sum()) for name, term in sequence_terms(log_ratios, lengths, k3).items()}
+    log_ratios, lengths, squares, k3 = log_ratios[finite], tokens[finite], squares[finite], k3[finite]
+    sums = {name: np.asarray(term.sum()) for name, term in sequence_terms(log_ratios, lengths, squares, k3).items()}
     values = sequence_values(sums, log_sum(log_ratios), log_sum(2 * log_ratios))
     bad_sequences = float((bad_tokens > 0).sum())
     return {**{name: float(value) for name, value in values.items()}, "non_finite_sequences": bad_sequences}
@@ -115,8 +117,10 @@ def token_values(sums: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
         }
 
 
-def sequence_terms(log_ratios: FloatArray, lengths: FloatArray, k3: FloatArray) -> dict[str, FloatArray]:
-    """What sequence metrics are sums of, for each response: its Σd, T ≥ 1 and Σ(e^d − 1 − d)."""
+def sequence_terms(
+    log_ratios: FloatArray, lengths: FloatArray, squares: FloatArray, k3: FloatArray
+) -> dict[str, FloatArray]:
+    """What sequence metrics are sums of, for each response: its Σd, T ≥ 1, Σd² and Σ(e^d − 1 − d)."""
     with np.errstate(over="ignore"):
         return {
             "sequences": np.ones_like(log_ratios),
@@ -126,7 +130,9 @@ def sequence_terms(log_ratios: FloatArray, lengths: FloatArray, k3: FloatArray) 
             "length_squared": lengths.astype(np.float64) ** 2,
             "log_ratio_length": log_ratios * lengths,
             "perplexity_ratio": np.exp(-log_ratios / lengths),
+            "squares": squares,
             "k3": k3,
+            "k3_squared": k3**2,
         }
 
 
@@ -136,7 +142,9 @@ def sequence_values(
     """Sequence metrics from sums of `sequence_terms`, log Σw and log Σw², element by element."""
     n, total, length = sums["sequences"], sums["log_ratio"], sums["length"]
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        variance = np.maximum(sums["log_ratio_squared"] - total**2 / n, 0.0) / np.where(n > 1, n - 1, np.nan)
+        others = np.where(n > 1, n - 1, np.nan)
+        variance = np.maximum(sums["log_ratio_squared"] - total**2 / n, 0.0) / others
+        k3_variance = np.maximum(sums["k3_squared"] - sums["k3"] ** 2 / n, 0.0) / others
         spread = sums["length_squared"] - length**2 / n
         slope = (sums["log_ratio_length"] - total * length / n) / np.where(spread > 0, spread, np.nan)
         predicted_variance = 2 * sums["k3"] / n  # 2 k T at the mean length: T n = tokens, k tokens = Σ k3
@@ -147,6 +155,8 @@ def sequence_values(
             "kl_sequence": -total / n,
             "sigma": np.sqrt(variance),
             "sigma_predicted": np.sqrt(predicted_variance),
+            "sigma_tokens": np.sqrt(sums["squares"] / n),
+            "sigma_slack": np.sqrt(k3_variance),
             "slope_per_1k": 1000 * slope,
             "ess": ess,
             "ess_share": ess / n,

@@ -21,7 +21,16 @@ MAX_UNITS = 1024
 TOKENS_A_PIECE = 1 << 16
 # Numbers of tokens and responses are what they are; a resample of them means nothing.
 _COUNTS = ("tokens", "non_finite_tokens", "sequences")
-_LAW = ("kl_sequence", "sigma", "sigma_predicted", "ess", "ess_share", "ess_share_predicted")
+_LAW = (
+    "kl_sequence",
+    "sigma",
+    "sigma_predicted",
+    "sigma_tokens",
+    "sigma_slack",
+    "ess",
+    "ess_share",
+    "ess_share_predicted",
+)
 
 
 def analyse(scores: Path | Sequence[Path], *, bootstrap_samples: int, seed: int, confidence: float) -> dict[str, Any]:
@@ -34,7 +43,7 @@ def analyse(scores: Path | Sequence[Path], *, bootstrap_samples: int, seed: int,
         min_prob_diff have no interval, because a bootstrap of an extreme has none
     positions: a row a bucket of positions in the response: start, stop (null for the last), tokens, token metrics
     lengths: the σ law, a row a length: length, sequences (that reach it; they are cut there), and estimates of
-        kl_sequence, sigma, sigma_predicted, ess, ess_share, ess_share_predicted
+        kl_sequence, sigma, sigma_predicted, sigma_tokens, sigma_slack, ess, ess_share, ess_share_predicted
     autocorrelation: of d inside a response, a row a lag: lag, pairs, correlation
     batch_means: a row a batch size: tokens, batches, variance_per_token (the variance of Σd over a batch, a token: the
         long-run variance, once batches are longer than the correlation) and sigma_predicted (of whole responses, by it)

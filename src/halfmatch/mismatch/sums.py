@@ -61,12 +61,12 @@ class Sums:
         d, counted = terms["d"], ~bad & (lengths > 0)
         if not counted.all():
             d = d[np.repeat(counted, lengths)]
-            by_bucket = {name: by_bucket[name][counted] for name in ("d", "k3")}
+            by_bucket = {name: by_bucket[name][counted] for name in ("d", "d_squared", "k3")}
             units, lengths = units[counted], lengths[counted]
         cut = np.column_stack([np.broadcast_to(CUTS, (len(lengths), len(CUTS))), lengths])
         reached = lengths[:, None] >= cut
-        log_ratios, k3 = (by_bucket[name].cumsum(axis=1) for name in ("d", "k3"))
-        sequence = sequence_terms(log_ratios, cut, k3)
+        log_ratios, squares, k3 = (by_bucket[name].cumsum(axis=1) for name in ("d", "d_squared", "k3"))
+        sequence = sequence_terms(log_ratios, cut, squares, k3)
         self._add_all("sequence", units, {name: np.where(reached, term, 0.0) for name, term in sequence.items()})
         logs = np.where(reached, log_ratios, -np.inf)
         _accumulate(np.logaddexp, self.log_weights, units, np.stack([logs, 2 * logs], axis=1))

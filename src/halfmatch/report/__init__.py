@@ -12,7 +12,7 @@ from typing import Any
 from halfmatch import artifacts
 from halfmatch.config import Config
 from halfmatch.paths import Paths
-from halfmatch.report import comparison, deployment, origin, tables, verdicts
+from halfmatch.report import comparison, deployment, origin, sigma_law, tables, verdicts
 from halfmatch.report.headline import headline, headline_text
 from halfmatch.report.numbers import counted
 from halfmatch.report.page import Section, render
@@ -60,6 +60,7 @@ def build(config: Config, *, preset: Path = origin.PAPER_PRESET) -> dict[str, An
 def sections_of(results: Results, preset: Path) -> list[Section]:
     """What the page says, in order; a section without anything to show is left out."""
     from halfmatch.report.figures import grid, layers, mismatch, overview, training
+    from halfmatch.report.figures import sigma_law as sigma_law_figure
 
     is_measured, deployments = bool(results.cells), deployment.by_precision(results)
     differences = origin.differences(results, preset)
@@ -89,12 +90,19 @@ def sections_of(results: Results, preset: Path) -> list[Section]:
                     mismatch.sequences,
                     mismatch.differences,
                     mismatch.positions,
-                    mismatch.sigma_law,
                 )
             ]
             if is_measured
             else [],
             folded=[tables.mismatch(results)],
+        ),
+        Section(
+            "sigma-law",
+            "The σ law: where it holds, and where it fails",
+            "What k3 of single tokens says of whole responses, and so of how long they may be, beside what was seen. "
+            f"{sigma_law.statement(results)}",
+            figures=[sigma_law_figure.draw(results)] if is_measured else [],
+            folded=[sigma_law.table(results)],
         ),
         Section(
             "layers",

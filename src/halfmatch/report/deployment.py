@@ -125,12 +125,12 @@ def _said(one: Deployment) -> str:
         if gap.high < 0
         else "accuracy is won"
         if gap.low > 0
-        else f"no gap is seen, and one of more than {number(100 * max(-gap.low, gap.high), 2)} points is unlikely"
+        else f"no gap is seen, one of more than {number(100 * max(-gap.low, gap.high), 2)} points being unlikely"
     )
     return (
         f"{one.weights[0].upper()}{one.weights[1:]} ({counted(one.runs, 'run')}) and deployed in "
-        f"{one.engine}, {label(one.precision)}, on {one.benchmark}: {percent(one.gap.same.value)} of the responses are "
-        f"the trainer's, {percent((one.gap.gained + one.gap.lost) / one.gap.pairs, 1)} have another verdict, and "
+        f"{one.engine}, {label(one.precision)}, on {one.benchmark}: {percent(one.gap.same.value, 1)} of the responses "
+        f"are the trainer's, {percent((one.gap.gained + one.gap.lost) / one.gap.pairs, 1)} have another verdict, and "
         f"{outcome}: {with_interval(in_percent(gap), 2)} percentage points."
     )
 

@@ -18,6 +18,7 @@ from halfmatch.report.deployment import Deployment
 from halfmatch.report.figures.style import label
 from halfmatch.report.numbers import counted, percent
 from halfmatch.report.results import EvaluationCell, MismatchCell, Results
+from halfmatch.report.sigma_law import MARGIN
 from halfmatch.report.training import WINDOW, TrainingRun
 from halfmatch.statistics import Estimate, difference, paired_test, ratio, t_interval, wilson_interval
 
@@ -27,7 +28,6 @@ NOT_REPRODUCED: Outcome = "not reproduced"
 NOT_TESTABLE: Outcome = "not testable at this scale"
 
 FACTOR = 20.0  # the paper's offline KL differs by 23.9, its online KL a token by 67 and more
-LAW_MARGIN = 1.25  # σ seen over σ predicted, either way
 SCORE_MARGIN = 0.05  # of avg@k; the paper's own untrained scores differ by up to 0.025 between BF16 and FP16
 MIN_SEEDS = 3
 PAPER_STEPS = 2000  # at which the paper's FP16 runs are past 95 %
@@ -116,14 +116,14 @@ def sigma_law(results: Results) -> Verdict:
     for what, *cells in _measured(results):
         for cell in cells:
             seen_over_law = ratio(cell.metric("sigma"), cell.metric("sigma_predicted"))
-            outcome = inside(seen_over_law, 1 / LAW_MARGIN, LAW_MARGIN)
+            outcome = inside(seen_over_law, 1 / MARGIN, MARGIN)
             comparisons.append(Comparison(f"{what}, {label(cell.precision)}", seen_over_law, outcome))
     return Verdict(
         "sigma-law",
         "The σ law: over T tokens with a KL of k a token, Σd has the standard deviation √(2kT).",
         "this project's, not the paper's",
         f"σ seen over σ predicted from k3, whole responses, BF16 and FP16, for each model: the interval lies within "
-        f"{1 / LAW_MARGIN:.2f} to {LAW_MARGIN:.2f}",
+        f"{1 / MARGIN:.2f} to {MARGIN:.2f}",
         tuple(comparisons),
     )
 

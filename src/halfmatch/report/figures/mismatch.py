@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -49,7 +48,7 @@ def tokens(results: Results) -> Drawing:
         "gives it (π); the stronger the colour, the more tokens (logarithmic). Without a mismatch all lie on the "
         "diagonal. k3 estimates KL[μ‖π] in nats a token.",
         "Grid of two-dimensional histograms of token probabilities, a row for each of "
-        f"{_setup_names(results)}, a column for each of {_precision_names(results)}. {_spoken(results, 'k3', 'k3')}",
+        f"{setup_names(results)}, a column for each of {precision_names(results)}. {spoken(results, 'k3', 'k3')}",
         figure,
     )
 
@@ -89,8 +88,8 @@ def sequences(results: Results) -> Drawing:
         "per 1,000 tokens; where all responses are about as long, the slope says little and its interval is wide. "
         "Panels of a row share their vertical axis.",
         "Grid of scatter plots of the log-ratio of responses against length, a row for each of "
-        f"{_setup_names(results)}, a column for each of {_precision_names(results)}. "
-        f"{_spoken(results, 'slope_per_1k', 'slope in nats per 1,000 tokens')}",
+        f"{setup_names(results)}, a column for each of {precision_names(results)}. "
+        f"{spoken(results, 'slope_per_1k', 'slope in nats per 1,000 tokens')}",
         figure,
     )
 
@@ -126,7 +125,7 @@ def differences(results: Results) -> Drawing:
         "Share of the sampled tokens by |d|, five bins a decade. Tokens with d exactly 0 have no place on a "
         f"logarithmic axis and are left out: {zeros or 'none'}.",
         f"Histograms of the absolute log-ratio of tokens on a logarithmic axis, a panel for each of "
-        f"{_setup_names(results)}, a line for each of {_precision_names(results)}.",
+        f"{setup_names(results)}, a line for each of {precision_names(results)}.",
         figure,
     )
 
@@ -139,7 +138,7 @@ def positions(results: Results) -> Drawing:
 
     def draw(panel: Axes, cell: MismatchCell, look: Look) -> None:
         buckets = cell.analysis["positions"]
-        _points(panel, [places[row["start"]] for row in buckets], [estimate(row["k3"]) for row in buckets], look)
+        points_up(panel, [places[row["start"]] for row in buckets], [estimate(row["k3"]) for row in buckets], look)
         panel.set_xticks(list(places.values()), [labels[start] for start in places], rotation=30, ha="right")
 
     figure = _panel_a_setup(results, draw, "position in the response (tokens)", "k3 (nats a token)", height=2.0)
@@ -148,52 +147,7 @@ def positions(results: Results) -> Drawing:
         "mismatch-positions",
         "Mismatch by position in the response",
         f"k3 over the tokens of each stretch of positions, with {_interval(results)}s over problems.",
-        f"k3 by position, a panel for each of {_setup_names(results)}, a line for each of {_precision_names(results)}.",
-        figure,
-    )
-
-
-def sigma_law(results: Results) -> Drawing:
-    """σ of Σd and ESS at growing lengths: seen, and by the law."""
-    setups, looks = results.setups, style.looks(results.config.precisions)
-    figure, axes = style.grid(3, len(setups), width=2.6, height=1.55, sharex=True, sharey="row")
-    for column, setup in enumerate(setups):
-        sigma, ratio, ess = axes[:, column]
-        for rank, cell in enumerate(_cells(results, setup)):
-            look, aside = looks[cell.precision], 1.03**rank  # so that intervals side by side can be told apart
-            cut, whole = _lengths(cell)
-            for rows, hollow in ((cut, False), ([whole], True)):
-                lengths = [row.length for row in rows]
-                _points(sigma, lengths, [row.sigma for row in rows], look, joined=False, hollow=hollow)
-                besides = [length * aside for length in lengths]
-                _points(
-                    ratio, besides, [_over(row.sigma, row.sigma_law) for row in rows], look, joined=False, hollow=hollow
-                )
-                _points(ess, lengths, [row.ess for row in rows], look, joined=False, hollow=hollow)
-            ordered = sorted([*cut, whole], key=lambda row: row.length)
-            for panel, law in ((sigma, [row.sigma_law for row in ordered]), (ess, [row.ess_law for row in ordered])):
-                panel.plot([row.length for row in ordered], law, color=look.colour, linestyle=look.line, linewidth=1)
-        ratio.axhline(1, color=style.INK, linewidth=0.5, zorder=1)
-        sigma.set_title(results.setup_label(setup))
-        ess.set_ylim(0, 1.05)
-        ess.set_xlabel("length (tokens)")
-        _powers_of_two(ess)
-    style.log_y(axes[0])
-    for panel, label in zip(axes[:, 0], ("σ of Σd\n(nats)", "σ seen /\nσ by the law", "ESS / N"), strict=True):
-        panel.set_ylabel(label)
-    figure.align_ylabels()
-    style.legend(figure, [looks[name] for name in results.measured_precisions])
-    return Drawing(
-        "sigma-law",
-        "The σ law",
-        "Points are what was seen, with their intervals; lines are the law: if d is noise of variance 2k a token, "
-        "then over T tokens σ = √(2kT) and ESS/N = exp(−2kT), k being k3. Full points: responses that reach a "
-        "length, cut there; hollow points: whole responses, at their mean length. An ESS of a few responses is "
-        "itself noisy and too high.",
-        "Standard deviation of Σd, its ratio to the law, and effective sample size against length, a column for "
-        f"each of {_setup_names(results)}; points for what was seen and lines for the law, in "
-        f"{_precision_names(results)}. {_spoken(results, 'sigma', 'σ seen')} "
-        f"{_spoken(results, 'sigma_predicted', 'σ by the law')}",
+        f"k3 by position, a panel for each of {setup_names(results)}, a line for each of {precision_names(results)}.",
         figure,
     )
 
@@ -205,7 +159,7 @@ def fidelity(results: Results) -> Drawing:
     figure, axes = style.grid(1, len(setups), width=2.4, height=0.45 + 0.42 * len(objectives), sharex=True, sharey=True)
     for column, setup in enumerate(setups):
         panel = axes[0, column]
-        cells = [cell for cell in _cells(results, setup) if cell.objectives]
+        cells = [cell for cell in cells_of(results, setup) if cell.objectives]
         for rank, cell in enumerate(cells):
             places = np.arange(len(objectives)) + (rank - (len(cells) - 1) / 2) * 0.22
             values = [cell.cosine(objective) for objective in objectives]
@@ -225,7 +179,7 @@ def fidelity(results: Results) -> Drawing:
         "Cosine of the gradient that each objective gives the trainer with the gradient there would be without a "
         "mismatch: fp32 throughout, same weights, same responses, every ratio 1. 1 is the same direction, 0 "
         f"nothing of it. Bars are {_interval(results)}s over blocks of problems.",
-        f"Cosines of gradients with fp32's, a panel for each of {_setup_names(results)}, a row for each of "
+        f"Cosines of gradients with fp32's, a panel for each of {setup_names(results)}, a row for each of "
         f"{', '.join(objectives) or 'no objective'}. {_spoken_cosines(results)}",
         figure,
     )
@@ -271,7 +225,7 @@ def _panel_a_setup(
     figure, axes = style.grid(1, len(setups), width=2.6, height=height, sharex=True, sharey=True)
     for column, setup in enumerate(setups):
         panel = axes[0, column]
-        for cell in _cells(results, setup):
+        for cell in cells_of(results, setup):
             draw(panel, cell, looks[cell.precision])
         panel.set_title(results.setup_label(setup))
         panel.set_xlabel(across)
@@ -280,11 +234,11 @@ def _panel_a_setup(
     return figure
 
 
-def _cells(results: Results, setup: Setup) -> list[MismatchCell]:
+def cells_of(results: Results, setup: Setup) -> list[MismatchCell]:
     return [cell for cell in results.cells if cell.setup == setup]
 
 
-def _points(
+def points_up(
     panel: Axes,
     places: Iterable[float],
     values: Iterable[Estimate],
@@ -299,7 +253,7 @@ def _points(
 
 
 def points_across(panel: Axes, values: Iterable[Estimate], places: Iterable[float], look: Look) -> None:
-    """As `_points`, the values along the horizontal axis."""
+    """As `points_up`, the values along the horizontal axis."""
     at, value, bars = _known(places, values)
     panel.errorbar(value, at, xerr=bars, **_bars(look), linestyle="none")
 
@@ -323,62 +277,20 @@ def _known(places: Iterable[float], values: Iterable[Estimate]) -> tuple[Floats,
     return at, value, np.nan_to_num(np.maximum([value - low, high - value], 0.0))
 
 
-_LAW = ("sigma", "sigma_predicted", "ess_share", "ess_share_predicted")
-
-
-@dataclass(frozen=True)
-class _Length:
-    """What was seen of responses of a length, and what the law says."""
-
-    length: float
-    sigma: Estimate
-    sigma_law: float
-    ess: Estimate
-    ess_law: float
-
-
-def _lengths(cell: MismatchCell) -> tuple[list[_Length], _Length]:
-    """Responses cut to the lengths that more than one of them reaches; whole responses."""
-
-    def of(length: float, known: Mapping[str, Estimate]) -> _Length:
-        sigma, sigma_law, ess, ess_law = (known[name] for name in _LAW)
-        return _Length(length, sigma, sigma_law.value, ess, ess_law.value)
-
-    cut = [
-        of(row["length"], {name: estimate(row[name]) for name in _LAW})
-        for row in cell.analysis["lengths"]
-        if row["sequences"] > 1
-    ]
-    return cut, of(cell.metric("mean_length").value, {name: cell.metric(name) for name in _LAW})
-
-
-def _over(estimate: Estimate, divisor: float) -> Estimate:
-    return Estimate(*(value / divisor if divisor > 0 else math.nan for value in estimate))
-
-
-def _powers_of_two(panel: Axes) -> None:
-    from matplotlib.ticker import StrMethodFormatter
-
-    low, high = panel.get_xlim()
-    if high >= 2 * low > 0:
-        style.log_x(panel, base=2)
-    panel.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-
-
 # -------------------------------------------------------------------------------------------------------------- words
 def _interval(results: Results) -> str:
     return f"{percent(results.config.report.confidence)} interval"
 
 
-def _setup_names(results: Results) -> str:
+def setup_names(results: Results) -> str:
     return ", ".join(results.setup_label(setup) for setup in results.setups) or "no model"
 
 
-def _precision_names(results: Results) -> str:
+def precision_names(results: Results) -> str:
     return ", ".join(map(style.label, results.config.mismatch.precisions))
 
 
-def _spoken(results: Results, name: str, what: str) -> str:
+def spoken(results: Results, name: str, what: str) -> str:
     """The numbers of a figure as a sentence, for readers who do not see it."""
     numbers = "; ".join(
         f"{results.setup_label(cell.setup)} {style.label(cell.precision)} {number(cell.metric(name).value)}"
