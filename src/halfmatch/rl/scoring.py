@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.autograd.function import once_differentiable
 
 from halfmatch.models.routing import replayed
 from halfmatch.rl.batching import Batch, collate, micro_batches
@@ -61,7 +62,8 @@ class _SelectedLogSoftmax(torch.autograd.Function):
     """log softmax(logits / temperature) at one target a position, and the entropy there.
 
     The same as `log_softmax` and `gather`, without a float32 copy of all logits: forward and backward go over chunks of
-    positions, and only the rounded logits are kept in between.
+    positions, and only the rounded logits are kept in between. Their gradient takes their place in memory, so there is
+    one backward pass; autograd refuses another.
     """
 
     @staticmethod
@@ -73,7 +75,7 @@ class _SelectedLogSoftmax(torch.autograd.Function):
         logp, entropy = (torch.empty(len(positions), dtype=wide, device=logits.device) for _ in range(2))
         flat = logits.flatten(0, 1)
         for chunk in _chunks(len(positions), logits.shape[-1]):
-            logprobs = torch.log_softmax(flat[positions[chunk]].to(wide) / temperature, dim=-1)
+            logprobs = torch.log_softmax(flat[positions[chunk]].to(wide).div_(temperature), dim=-1)
             logp[chunk] = logprobs.gather(1, targets[chunk, None]).squeeze(1)
             # a token of probability 0 adds nothing, where -inf times 0 would be NaN
             entropy[chunk] = torch.special.entr(logprobs.exp_()).sum(dim=-1)
@@ -83,18 +85,20 @@ class _SelectedLogSoftmax(torch.autograd.Function):
         return logp, entropy
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """d logp / d logits = (one-hot(target) − softmax) / temperature, in float32, then rounded once."""
         logits, positions, targets = ctx.saved_tensors
         grad_logp = grads[0]
-        grad_logits = torch.zeros_like(logits, memory_format=torch.contiguous_format)
-        flat, flat_grad = logits.flatten(0, 1), grad_logits.view(-1, logits.shape[-1])
+        flat = logits.flatten(0, 1)
         for chunk in _chunks(len(positions), logits.shape[-1]):
-            wide = torch.softmax(flat[positions[chunk]].to(grad_logp.dtype) / ctx.temperature, dim=-1).neg_()
+            wide = flat[positions[chunk]].to(grad_logp.dtype).div_(ctx.temperature)
+            wide = torch.softmax(wide, dim=-1).neg_()
             wide.scatter_add_(1, targets[chunk, None], torch.ones_like(wide[:, :1]))
             wide.mul_(grad_logp[chunk, None] / ctx.temperature)
-            flat_grad[positions[chunk]] = wide.to(logits.dtype)
-        return grad_logits, None, None, None
+            flat[positions[chunk]] = wide.to(logits.dtype)
+        others = torch.ones(len(flat), 1, dtype=torch.bool, device=flat.device).index_fill_(0, positions, False)
+        return flat.masked_fill_(others, 0).view_as(logits), None, None, None
 
 
 def _chunks(positions: int, vocabulary: int) -> Iterator[slice]:
