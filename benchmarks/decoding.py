@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from pairs import compare, machine, one_thread, random_model, ratio
+from pairs import compare, machine, one_thread, random_model, ratio, timed
 from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 from halfmatch import engines
@@ -95,11 +95,12 @@ def measure(folder: Path, dtype: DType, count: int, rounds: int, device: str) ->
     runs = {slots: decoding(slots) for slots in SLOTS if slots <= count}
     lengths = [len(completion.token_ids) for completion in runs[SLOTS[0]]()]
     variants = {"generate": generating(folder, dtype, asked, lengths, device), **runs}
-    timings = compare(variants, rounds=rounds, device=device, warm_up=device != "cpu")
+    watched = {name: timed(run, device) for name, run in variants.items()}
+    timings = compare(watched, rounds=rounds, warm_up=0 if device == "cpu" else 1, device=device)
     tokens, plain = sum(lengths), timings["generate"]
     return [
-        f"| {dtype} | {count} | {tokens:,} | {tokens / plain.median(device):,.0f} | {slots} "
-        f"| {tokens / timings[slots].median(device):,.0f} | {ratio(plain, timings[slots], device):.2f} |"
+        f"| {dtype} | {count} | {tokens:,} | {tokens / plain.median:,.0f} | {slots} "
+        f"| {tokens / timings[slots].median:,.0f} | {ratio(plain, timings[slots]):.2f} |"
         for slots in runs
     ]
 

@@ -1,8 +1,8 @@
 """What the benchmarks of speed share: variants that are timed in turn, and random models to time them on.
 
 The machine may be shared and its clock may change, so a variant is never timed by itself: every round runs all of them,
-one after another, and what is reported is the median over rounds, of the seconds and of the ratio within a round. CPU
-time is that of this process, whose one thread does all the work on a CPU; on a GPU the wall time counts.
+one after another, and what is reported is the median over rounds, of the seconds and of the ratio within a round. On a
+CPU the seconds are of the processor, for this process, whose one thread does all the work; on a GPU of the clock.
 """
 
 from __future__ import annotations
@@ -11,57 +11,81 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import transformers
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import GenerationConfig, PretrainedConfig, Qwen3Config
 
 from halfmatch.precision.emulation import cpu_units
+
+
+class Stopwatch:
+    """Seconds since it was made: of the processor and of the clock."""
+
+    def __init__(self, device: str = "cpu"):
+        self._device = device
+        self._start = self._now()
+
+    def _now(self) -> tuple[float, float]:
+        if self._device == "cuda":
+            torch.cuda.synchronize()
+        return time.process_time(), time.perf_counter()
+
+    def read(self) -> tuple[float, float]:
+        cpu, clock = self._now()
+        return cpu - self._start[0], clock - self._start[1]
 
 
 @dataclass(frozen=True)
 class Timing:
     """Seconds of one variant in every round."""
 
-    cpu: list[float]
-    wall: list[float]
+    device: str
+    rounds: list[tuple[float, float]] = field(default_factory=list)  # of the processor, of the clock
 
-    def seconds(self, device: str = "cpu") -> list[float]:
-        """Those to look at: of the processor where it does the work."""
-        return self.cpu if device == "cpu" else self.wall
+    @property
+    def seconds(self) -> list[float]:
+        """Those that count."""
+        return [cpu if self.device == "cpu" else clock for cpu, clock in self.rounds]
 
-    def median(self, device: str = "cpu") -> float:
-        return statistics.median(self.seconds(device))
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def clock(self) -> float:
+        return statistics.median(clock for _, clock in self.rounds)
 
 
-def compare(
-    variants: Mapping[str, Callable[[], object]], *, rounds: int, device: str = "cpu", warm_up: bool = True
-) -> dict[str, Timing]:
-    """Run every variant in every round, in turn, after a round that does not count."""
-    timings = {name: Timing([], []) for name in variants}
-    for number in range(rounds + warm_up):
+# Runs a variant; returns seconds of the processor and of the clock.
+Run = Callable[[], tuple[float, float]]
+
+
+def timed(run: Callable[[], object], device: str = "cpu") -> Run:
+    def watched() -> tuple[float, float]:
+        watch = Stopwatch(device)
+        run()
+        return watch.read()
+
+    return watched
+
+
+def compare(variants: Mapping[str, Run], *, rounds: int, warm_up: int = 1, device: str = "cpu") -> dict[str, Timing]:
+    """Run every variant in every round, in turn, after `warm_up` rounds that do not count."""
+    timings = {name: Timing(device) for name in variants}
+    for number in range(warm_up + rounds):
         for name, run in variants.items():
-            _synchronise(device)
-            wall, cpu = time.perf_counter(), time.process_time()
-            run()
-            _synchronise(device)
+            seconds = run()
             if number >= warm_up:
-                timings[name].cpu.append(time.process_time() - cpu)
-                timings[name].wall.append(time.perf_counter() - wall)
+                timings[name].rounds.append(seconds)
     return timings
 
 
-def ratio(slow: Timing, fast: Timing, device: str = "cpu") -> float:
+def ratio(slow: Timing, fast: Timing) -> float:
     """How many times as long `slow` took as `fast`: the median over rounds."""
-    pairs = zip(slow.seconds(device), fast.seconds(device), strict=True)
-    return statistics.median(one / other for one, other in pairs)
-
-
-def _synchronise(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
+    return statistics.median(one / other for one, other in zip(slow.seconds, fast.seconds, strict=True))
 
 
 def one_thread() -> None:
@@ -77,26 +101,28 @@ def machine(device: str = "cpu") -> str:
         return f"{torch.cuda.get_device_name()}, {software}"
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "a CPU")
-    units = ", ".join(sorted(cpu_units())) or "none"
-    return f"{name}, one thread, torch's kernels for {torch.backends.cpu.get_cpu_capability()}, 16-bit units: {units}; {software}"
+    units, kernels = ", ".join(sorted(cpu_units())) or "none", torch.backends.cpu.get_cpu_capability()
+    return f"{name} (16-bit units: {units}), one thread, torch's kernels for {kernels}, {software}"
 
 
-def random_model(folder: Path, **changes: int) -> Path:
-    """Write a randomly initialised Qwen3 of 5.0 M parameters, unless told otherwise, without a tokenizer."""
-    shape = {
-        "vocab_size": 2048,
-        "hidden_size": 256,
-        "intermediate_size": 768,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "max_position_embeddings": 4096,
-    }
+def random_model(folder: Path, config: PretrainedConfig | None = None) -> Path:
+    """Write a randomly initialised Qwen3 without a tokenizer, of 5 M parameters unless told otherwise."""
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(**{**shape, **changes}, tie_word_embeddings=True, bos_token_id=None, eos_token_id=1, pad_token_id=0)
+    config = config or Qwen3Config(
+        vocab_size=2048,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
     )
-    model.generation_config.eos_token_id = 1
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.generation_config = GenerationConfig(eos_token_id=1, pad_token_id=0)
     model.save_pretrained(folder)
     return folder
