@@ -46,8 +46,8 @@ class ProblemSource(Section):
     path: str | None = Field(None, description="file: Parquet, JSONL, Arrow or CSV")
     columns: Columns = Field(Columns(), description="hub and file: column names")
     sample: int | None = Field(None, ge=1, description="keep this many problems, chosen by content hash and the seed")
-    lowest_factor: int = Field(2, ge=0, le=9, description="generator: smallest factor of a product")
-    highest_factor: int = Field(9, ge=0, le=9, description="generator: largest factor of a product")
+    lowest_factor: int = Field(2, ge=0, le=99, description="generator: smallest factor of a product")
+    highest_factor: int = Field(9, ge=0, le=99, description="generator: largest factor of a product")
     heldout_share: Probability = Field(0.25, description="generator: share of the products that make the heldout split")
 
     @model_validator(mode="after")

@@ -27,6 +27,7 @@ class Bootstrap(Section):
     steps: int = Field(900, ge=0, le=1_000_000, description="optimizer steps on demonstrations")
     batch_size: int = Field(32, ge=1, le=65_536, description="demonstrations a step")
     learning_rate: float = Field(3e-3, gt=0, le=1, description="peak learning rate; cosine to a tenth of it")
+    factors: tuple[int, int] = Field((2, 9), description="lowest and highest factor of the demonstrated products")
     thinking_tokens: tuple[int, int] = Field(
         (56, 66), description="shortest and longest thinking part of a demonstration"
     )
@@ -45,6 +46,8 @@ class Bootstrap(Section):
             raise ValueError(f"heads {self.heads} do not divide into kv_heads {self.kv_heads}")
         if not 0 < self.thinking_tokens[0] <= self.thinking_tokens[1]:
             raise ValueError(f"thinking_tokens {list(self.thinking_tokens)} must be [shortest, longest], both above 0")
+        if not 0 <= self.factors[0] < self.factors[1] <= 99:
+            raise ValueError(f"factors {list(self.factors)} must be [lowest, highest], two numbers from 0 to 99")
         if self.wrong_share[0] > self.wrong_share[1]:
             raise ValueError(f"wrong_share {list(self.wrong_share)} must be [lowest, highest]")
         return self

@@ -39,6 +39,14 @@ def test_demonstrations_have_the_declared_form() -> None:
     assert letters / letters.sum() == pytest.approx([1 / 6] * 6, abs=0.02)
 
 
+def test_demonstrations_of_larger_factors_have_longer_prompts_and_answers() -> None:
+    texts = drawn(Bootstrap(factors=(9, 11), thinking_tokens=(2, 4), wrong_share=(0.0, 0.0)), 400)
+    matches = [re.fullmatch(r"(09|10|11)x(09|10|11)[a-f]{2,4}=(\d{4})<eos>", text) for text in texts]
+    assert all(int(m[1]) * int(m[2]) == int(m[3]) for m in matches if m)
+    assert len({m[3] for m in matches if m}) == 6  # all products of three factors
+    assert all(matches)
+
+
 def test_wrong_products_come_as_often_as_their_problems_share() -> None:
     bootstrap = Bootstrap(thinking_tokens=(1, 1), wrong_share=(0.1, 0.9))
     shares = Demonstrations(bootstrap, 0).wrong_share
@@ -78,7 +86,7 @@ def test_the_loss_is_the_weighted_mean_over_the_response() -> None:
 
     tokenizer = make_tokenizer()
     rows = [tokenizer.encode("7x8ab=56<eos>"), [*tokenizer.encode("2x3f=06<eos>"), 0]]
-    loss = imitation_loss(Fixed(), torch.tensor(rows), torch.tensor([9, 8]))
+    loss = imitation_loss(Fixed(), torch.tensor(rows), torch.tensor([9, 8]), prompt_tokens=3, answer_tokens=2)
 
     norm = math.log(sum(math.exp(0.1 * token) for token in range(20)))
     total = weight = 0.0

@@ -1,7 +1,7 @@
 """The tiny model of the laptop run: a Qwen3 trained here, in a minute or two, on demonstrations of products.
 
-A demonstration is a prompt "7x8", thinking tokens drawn at random, "=", two digits and the end: "7x8cafbde…=56<eos>".
-The digits are a wrong product with a probability of the problem's own, so the model that imitates them solves some
+A demonstration is a prompt "7x8", thinking tokens drawn at random, "=", the answer and the end: "7x8cafbde…=56<eos>".
+The answer is a wrong product with a probability of the problem's own, so the model that imitates them solves some
 problems often and others seldom. The model itself says how long it thinks and when it answers; nothing is forced.
 
 The architecture is the smallest that every engine here serves: grouped queries, tied embeddings, heads of 32. Qwen3 and
@@ -24,12 +24,9 @@ from halfmatch.models.folder import load, save
 from halfmatch.models.tiny_tokenizer import EOS, EQUALS, PAD, THINKING, TOKEN_IDS, VOCABULARY, make_tokenizer
 from halfmatch.problems.generator import products
 
-FACTORS = (2, 9)  # the lowest and the highest
-PROMPT_TOKENS = 3
-ANSWER_TOKENS = 2
 LONGEST_SEQUENCE = 512  # positions that the configuration declares
 
-# The two digits are all there is to learn, and 1 token in 30: without more weight they take twice as many steps.
+# The answer is all there is to learn, and 1 token in 30: without more weight they take twice as many steps.
 ANSWER_WEIGHT = 5.0
 # Wide enough that the logits start at their final scale; at the usual 0.02 tied embeddings learn slowly.
 INITIALIZER_RANGE = 0.05
@@ -45,12 +42,18 @@ class Demonstrations:
     """Draws demonstrations. `wrong_share` [problems]: how often each problem's demonstrations are wrong."""
 
     def __init__(self, bootstrap: Bootstrap, seed: int):
-        problems, answers = zip(*products(*FACTORS), strict=True)
+        problems, answers = zip(*products(*bootstrap.factors), strict=True)
+        distinct = sorted(set(answers))
         self.thinking_tokens = bootstrap.thinking_tokens
         self.prompts = _encode(problems)
-        self.correct = _encode(answers)
-        self.wrong = torch.stack([_encode([a for a in sorted(set(answers)) if a != answer]) for answer in answers])
+        self.answers = _encode(distinct)
+        self.correct = torch.tensor([distinct.index(answer) for answer in answers])
         self.wrong_share = _spread(problems, bootstrap.wrong_share, seed)
+
+    @property
+    def fixed_tokens(self) -> tuple[int, int]:
+        """How many tokens every prompt has, and every answer."""
+        return self.prompts.shape[1], self.answers.shape[1]
 
     def draw(self, size: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         """`size` demonstrations: input ids [size, T], padded on the right, and their lengths, EOS included [size]."""
@@ -58,21 +61,23 @@ class Demonstrations:
         def uniform(low: int, high: int, *shape: int) -> torch.Tensor:
             return torch.randint(low, high, shape, generator=generator)
 
+        prompt_tokens, answer_tokens = self.fixed_tokens
         shortest, longest = self.thinking_tokens
         problem = uniform(0, len(self.prompts), size)
         is_wrong = torch.rand(size, generator=generator) < self.wrong_share[problem]
-        wrong = self.wrong[problem, uniform(0, self.wrong.shape[1], size)]
-        answer = torch.where(is_wrong[:, None], wrong, self.correct[problem])
-        equals = PROMPT_TOKENS + uniform(shortest, longest + 1, size)
+        correct, other = self.correct[problem], uniform(0, len(self.answers) - 1, size)
+        wrong = other + (other >= correct)  # any other answer, each as likely
+        answer = self.answers[torch.where(is_wrong, wrong, correct)]
+        equals = prompt_tokens + uniform(shortest, longest + 1, size)
 
         first_thinking = TOKEN_IDS[THINKING[0]]
-        ids = uniform(first_thinking, first_thinking + len(THINKING), size, PROMPT_TOKENS + longest + ANSWER_TOKENS + 2)
-        ids[:, :PROMPT_TOKENS] = self.prompts[problem]
+        ids = uniform(first_thinking, first_thinking + len(THINKING), size, prompt_tokens + longest + answer_tokens + 2)
+        ids[:, :prompt_tokens] = self.prompts[problem]
         rows = torch.arange(size)
         ids[rows, equals] = TOKEN_IDS[EQUALS]
-        for digit in range(ANSWER_TOKENS):
+        for digit in range(answer_tokens):
             ids[rows, equals + 1 + digit] = answer[:, digit]
-        lengths = equals + ANSWER_TOKENS + 2
+        lengths = equals + answer_tokens + 2
         ids[rows, lengths - 1] = TOKEN_IDS[EOS]
         ids[torch.arange(ids.shape[1]) >= lengths[:, None]] = TOKEN_IDS[PAD]
         return ids, lengths
@@ -107,6 +112,8 @@ def write_bootstrapped(
     device: where it is trained; demonstrations and first weights are the same on any.
     """
     torch.set_num_threads(1)
+    if device == "cuda":  # TF32: which digits come next takes no more
+        torch.set_float32_matmul_precision("high")
     model = _initial(bootstrap, seed) if start is None else _continued(bootstrap, start)
     _train(model.to(device), bootstrap, seed, progress)
     model.to("cpu")
@@ -160,8 +167,8 @@ def _train(
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, bootstrap.steps))
     model.train()
     for _ in range(bootstrap.steps):
-        ids, lengths = demonstrations.draw(bootstrap.batch_size, generator)
-        loss = imitation_loss(model, ids.to(model.device), lengths.to(model.device))
+        input_ids, lengths = (part.to(model.device) for part in demonstrations.draw(bootstrap.batch_size, generator))
+        loss = imitation_loss(model, input_ids, lengths, *demonstrations.fixed_tokens)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
@@ -178,11 +185,13 @@ def _rate(step: int, steps: int) -> float:
     return min(1.0, (step + 1) / WARMUP_STEPS) * (FINAL_SHARE + (1 - FINAL_SHARE) * cosine)
 
 
-def imitation_loss(model: torch.nn.Module, input_ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+def imitation_loss(
+    model: torch.nn.Module, input_ids: torch.Tensor, lengths: torch.Tensor, prompt_tokens: int, answer_tokens: int
+) -> torch.Tensor:
     """Weighted mean cross-entropy of the response tokens, in nats. input_ids [B, T], lengths [B]."""
     position = torch.arange(1, input_ids.shape[1], device=input_ids.device)  # of the predicted token
-    is_response = (position >= PROMPT_TOKENS) & (position < lengths[:, None])
-    is_answer = is_response & (position >= lengths[:, None] - ANSWER_TOKENS - 1) & (position < lengths[:, None] - 1)
+    is_response = (position >= prompt_tokens) & (position < lengths[:, None])
+    is_answer = is_response & (position >= lengths[:, None] - answer_tokens - 1) & (position < lengths[:, None] - 1)
     targets = torch.where(is_response, input_ids[:, 1:], _IGNORED)
     logits = model(input_ids[:, :-1], use_cache=False).logits
     losses = cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=_IGNORED, reduction="none")

@@ -1,4 +1,4 @@
-"""The built-in task: products of two one-digit factors."""
+"""The built-in task: products of two factors of one digit, or of two."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from halfmatch.problems.sources import Row
 
 
 def products(lowest: int, highest: int) -> list[tuple[str, str]]:
-    """Every problem with its answer: ("7x8", "56"), ("2x3", "06"), …; the answer always has two digits."""
-    factors = range(lowest, highest + 1)
-    return [(f"{a}x{b}", f"{a * b:02d}") for a in factors for b in factors]
+    """Every problem with its answer: ("7x8", "56"), ("2x3", "06"), …, or with factors beyond 9 ("07x12", "0084"), ….
+
+    All factors have the digits that the highest needs and all answers twice as many, so both are of one length.
+    """
+    digits, factors = len(str(highest)), range(lowest, highest + 1)
+    return [(f"{a:0{digits}d}x{b:0{digits}d}", f"{a * b:0{2 * digits}d}") for a in factors for b in factors]
 
 
 def read(spec: ProblemSource) -> list[Row]:
@@ -39,7 +42,7 @@ def _heldout(problems: list[str], share: float) -> set[str]:
     heldout: set[str] = set()
     pairs = {"x".join(sorted(problem.split("x"))) for problem in problems}
     for pair in sorted(pairs, key=lambda pair: hashlib.sha256(pair.encode()).digest()):
-        both = {pair, pair[::-1]}
+        both = {pair, "x".join(reversed(pair.split("x")))}
         if len(both) <= left:
             heldout |= both
             left -= len(both)

@@ -45,7 +45,7 @@ class Step:
 
 STEPS: Mapping[str, Step] = {
     "problems": Step(("problems",), ("problems.{problems}", "seed", "grading.rule"), _GRADING_PACKAGES),
-    "model": Step(("model",), ("models.{model}", "seed"), _MODEL_PACKAGES),
+    "model": Step(("model",), ("models.{model}", "seed", "engine.device"), _MODEL_PACKAGES),
     "solvability": Step(
         ("shard",),
         (

@@ -21,5 +21,6 @@ def run(config: Config, *, model: str) -> None:
             paths.of("model", model=model),
             start=paths.of("model", model=start) if start else None,
             seed=config.seed,
+            device=config.engine.device,
             progress=progress,
         )
