@@ -88,7 +88,7 @@ def make_work(folder: Path, device: str, equal: bool) -> Work:
         prompts=[tokens(int(torch.randint(8, 41, (), generator=generator))) for _ in range(PROMPTS)],
         responses=[[*tokens((longest if equal else length) - 1), STOP] for length in lengths],
         max_tokens=longest,
-        micro_batch_tokens=16_384 if gpu else 2048,
+        micro_batch_tokens=16_384 if gpu else 512,
         device=device,
     )
 
