@@ -56,7 +56,14 @@ def generating(folder: Path, dtype: DType, asked: list[Request], lengths: list[i
     rows = [[0] * (longest - len(request.prompt_ids)) + list(request.prompt_ids) for request in asked]
     input_ids = torch.tensor(rows, device=device)
     ends = StoppingCriteriaList([EndsAt(longest, lengths, device)])
-    settings = {"do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": 1.0, "eos_token_id": None, "pad_token_id": 0}
+    settings = {
+        "do_sample": True,
+        "top_k": 0,
+        "top_p": 1.0,
+        "temperature": 1.0,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
 
     def run() -> None:
         output = model.generate(
@@ -74,7 +81,8 @@ def main() -> None:
     options = parser.parse_args()
     one_thread()
     print(f"{machine(options.device)}.\n")
-    print("| dtype | sequences | tokens | `generate`, tokens/s | slots | engine, tokens/s | ratio |\n|---|---|---|---|---|---|---|")
+    print("| dtype | sequences | tokens | `generate`, tokens/s | slots | engine, tokens/s | ratio |")
+    print("|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as temporary:
         folder = random_model(Path(temporary))
         for dtype in ("fp32", "bf16", "fp16"):
@@ -89,7 +97,9 @@ def measure(folder: Path, dtype: DType, count: int, rounds: int, device: str) ->
     sampling = Sampling(max_tokens=MAX_TOKENS)
 
     def decoding(slots: int) -> Callable[[], list[Completion]]:
-        engine = engines.create("transformers", folder, Precision.named(dtype), EngineSettings(slots=slots, device=device))
+        engine = engines.create(
+            "transformers", folder, Precision.named(dtype), EngineSettings(slots=slots, device=device)
+        )
         return lambda: engine.generate(asked, sampling, stop_token_ids=stop)
 
     runs = {slots: decoding(slots) for slots in SLOTS if slots <= count}

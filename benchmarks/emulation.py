@@ -15,9 +15,9 @@ import os
 from collections.abc import Callable
 
 import torch
-from pairs import Timing, compare, machine, one_thread, ratio, timed
+from pairs import compare, machine, one_thread, ratio, timed
 
-from halfmatch.precision import torch_dtype
+from halfmatch.precision import DType, torch_dtype
 from halfmatch.precision.emulation import EmulatedLinear, is_emulated
 
 SHAPES = (  # rows, in, out
@@ -28,51 +28,53 @@ SHAPES = (  # rows, in, out
     (2048, 256, 1024),
     (1024, 896, 4864),
 )
+ISA_LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
 OPERATIONS = 4e8  # that a timing takes at least
 
 
-def forward(layer: torch.nn.Module, x: torch.Tensor) -> None:
-    with torch.inference_mode():
+def forward(layer: torch.nn.Module, x: torch.Tensor) -> Callable[[], None]:
+    layer.requires_grad_(False)
+
+    @torch.inference_mode()
+    def run() -> None:
         layer(x)
 
-
-def forward_backward(layer: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor) -> None:
-    layer(x).backward(dy)
-    x.grad = layer.weight.grad = None
+    return run
 
 
-def repeated(run: Callable[[], None], operations: float) -> Callable[[], None]:
-    times = max(1, round(OPERATIONS / operations))
-    return lambda: [run() for _ in range(times)] and None
+def forward_backward(layer: torch.nn.Module, x: torch.Tensor) -> Callable[[], None]:
+    layer.requires_grad_(True)
+    leaf, dy = x.clone().requires_grad_(), torch.randn(*x.shape[:-1], layer.out_features).to(x.dtype)
+
+    def run() -> None:
+        layer(leaf).backward(dy)
+        leaf.grad = layer.weight.grad = None
+
+    return run
 
 
-def row(dtype: str, shape: tuple[int, int, int], rounds: int) -> str:
+def repeated(run: Callable[[], None], times: int) -> Callable[[], None]:
+    def many() -> None:
+        for _ in range(times):
+            run()
+
+    return many
+
+
+def row(dtype: DType, shape: tuple[int, int, int], rounds: int) -> str:
     rows, inputs, outputs = shape
     torch.manual_seed(0)
     native = torch.nn.Linear(inputs, outputs, bias=False, dtype=torch_dtype(dtype))
-    emulated = EmulatedLinear(native)
-    x, dy = torch.randn(rows, inputs).to(native.weight.dtype), torch.randn(rows, outputs).to(native.weight.dtype)
-    operations = 2.0 * rows * inputs * outputs
+    layers = {"native": native, "emulated": EmulatedLinear(native)}
+    x = torch.randn(rows, inputs).to(native.weight.dtype)
     cells = []
-    for kind, share in (("forward", 1), ("both", 3)):
-        native.weight.requires_grad_(kind == "both")
-        leaf = x.clone().requires_grad_(kind == "both")
-        runs = {
-            name: repeated(
-                (lambda layer=layer: forward(layer, leaf))
-                if kind == "forward"
-                else (lambda layer=layer: forward_backward(layer, leaf, dy)),
-                share * operations,
-            )
-            for name, layer in (("native", native), ("emulated", emulated))
-        }
-        timings = compare({name: timed(run) for name, run in runs.items()}, rounds=rounds)
-        times = max(1, round(OPERATIONS / (share * operations)))
-
-        def speed(timing: Timing, done: float = times * share * operations) -> str:
-            return f"{done / timing.median / 1e9:.0f}"
-
-        cells += [*(speed(timing) for timing in timings.values()), f"{ratio(timings['native'], timings['emulated']):.1f}"]
+    for kind, matmuls in ((forward, 1), (forward_backward, 3)):
+        operations = 2.0 * matmuls * rows * inputs * outputs
+        times = max(1, round(OPERATIONS / operations))
+        runs = {name: timed(repeated(kind(layer, x), times)) for name, layer in layers.items()}
+        timings = compare(runs, rounds=rounds)
+        cells += [f"{times * operations / timing.median / 1e9:.0f}" for timing in timings.values()]
+        cells.append(f"{ratio(timings['native'], timings['emulated']):.1f}")
     auto = "emulated" if is_emulated(dtype, "auto", "cpu") else "native"
     return f"| {dtype} | {auto} | {rows} × {inputs} → {outputs} | {' | '.join(cells)} |"
 
@@ -82,10 +84,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     one_thread()
-    held = [f"{name}={os.environ[name]}" for name in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA") if name in os.environ]
-    print(f"{machine()}{', with ' + ' '.join(held) if held else ''}. GFLOP/s of CPU time.\n")
-    print("| dtype | `auto` takes | rows × in → out | forward, native | emulated | ratio | with backward, native | emulated | ratio |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    held = [f", {name}={os.environ[name]}" for name in ISA_LIMITS if name in os.environ]
+    print(f"{machine()}{''.join(held)}. GFLOP/s of CPU time.\n")
+    print(
+        "| dtype | `auto` takes | rows × in → out | forward: native | emulated | ratio "
+        "| with backward: native | emulated | ratio |\n|---|---|---|---|---|---|---|---|---|"
+    )
     for dtype in ("fp16", "bf16"):
         for shape in SHAPES:
             print(row(dtype, shape, options.rounds), flush=True)

@@ -67,13 +67,13 @@ def trl_logits(model: torch.nn.Module, batch: Batch, temperature: float) -> tupl
 def trl_fused(model: Any, batch: Batch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     """The same by the function that TRL puts in the place of an LM head; logits never stand as a whole."""
     from trl.kernels.chunked_logprob import ChunkedLogProbFunction
-    from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as columns
+    from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
 
     tokens = batch.response_mask.shape[1]
     hidden = model.embedding(batch.input_ids[:, -tokens - 1 : -1]).flatten(0, 1)
     targets = batch.input_ids[:, -tokens:].flatten()
     logp, entropy, *_ = ChunkedLogProbFunction.apply(
-        hidden, model.head.weight, None, targets, temperature, columns, None, 1.0, ("entropy",)
+        hidden, model.head.weight, None, targets, temperature, _CHUNKED_LOGPROB_CHUNK_SIZE, None, 1.0, ("entropy",)
     )
     return logp.view(-1, tokens), entropy.detach().view(-1, tokens)
 
@@ -124,8 +124,9 @@ def main() -> None:
         print(json.dumps(measure(options.way, options.dtype, options.vocabulary, options.tokens)))
         return
     print(f"{machine()}.\n")
-    print(f"{options.tokens:,} tokens, a vocabulary of {options.vocabulary:,}; GiB above what the process held before.\n")
-    print("| logits | way | forward | forward and backward | ratio | in sizes of the logits | CPU s |\n|---|---|---|---|---|---|---|")
+    print(f"{options.tokens:,} tokens, a vocabulary of {options.vocabulary:,}; GiB above what a process held before.\n")
+    print("| logits | way | forward | forward and backward | ratio | in sizes of the logits | CPU s |")
+    print("|---|---|---|---|---|---|---|")
     for dtype, bytes_ in (("bfloat16", 2), ("float32", 4)):
         logits = options.vocabulary * options.tokens * bytes_
         sizes = ("--vocabulary", str(options.vocabulary), "--tokens", str(options.tokens))

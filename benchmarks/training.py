@@ -2,10 +2,11 @@
 
     python benchmarks/training.py [--rounds 3] [--device cuda]
 
-Both are handed the same completions, so nothing is sampled: an iteration is 64 responses (8 prompts × 8 samples, 256 tokens at most), the
-log-probs of the policy that sampled them, and 4 gradient steps of 16 responses each, with GRPO's clipped ratio, no KL,
-AdamW and clipping. Both keep fp32 weights for the optimizer and compute in the dtype given, TRL by autocast. What differs is written in training.md. On a
-GPU the model is a random Qwen2 of 0.5 B parameters and peak memory is reported. Prints Markdown. Needs halfmatch[dev].
+Both are handed the same completions, so nothing is sampled. An iteration is 32 responses (4 prompts × 8 samples, 128
+tokens at most), the log-probs of the policy that sampled them, and 4 gradient steps of 8 responses each, with GRPO's
+clipped ratio, no KL, AdamW and clipping. Both keep fp32 weights for the optimizer and compute in the dtype given, TRL
+by autocast. What differs is written in training.md. On a GPU the model is a random Qwen2 of 0.5 B parameters, responses
+have 2,048 tokens at most, and peak memory is reported. Prints Markdown. Needs halfmatch[dev] installed.
 """
 
 from __future__ import annotations
@@ -13,15 +14,14 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from pairs import Stopwatch, Timing, compare, machine, one_thread, random_model, ratio
+from pairs import Run, Stopwatch, Timing, compare, machine, one_thread, random_model, ratio
 from transformers import Qwen2Config
 
 from halfmatch import models
@@ -97,7 +97,6 @@ def reward(token_ids: list[int]) -> float:
     return float(token_ids[0] % 2)
 
 
-# ------------------------------------------------------------------------------------------------------------- halfmatch
 class Recorded:
     """An engine that samples what was recorded."""
 
@@ -152,7 +151,6 @@ def by_halfmatch(work: Work, dtype: DType) -> tuple[float, float]:
     return watch.read()
 
 
-# ------------------------------------------------------------------------------------------------------------------- TRL
 def by_trl(work: Work, dtype: DType) -> tuple[float, float]:
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, TrainerCallback
@@ -215,7 +213,7 @@ def by_trl(work: Work, dtype: DType) -> tuple[float, float]:
             rollout_func=rollouts,
             callbacks=[watch],
         )
-        with quiet():
+        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):  # it prints a line a step
             trainer.train()
     assert watch.seconds is not None
     return watch.seconds
@@ -231,18 +229,7 @@ def tokenizer(vocabulary: int) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="1")
 
 
-@contextmanager
-def quiet() -> Any:
-    """Without the lines that TRL's trainer prints for every step."""
-    with open(os.devnull, "w") as nowhere:
-        from contextlib import redirect_stdout
-
-        with redirect_stdout(nowhere):
-            yield
-
-
-# --------------------------------------------------------------------------------------------------------------- compare
-def with_memory(run: Callable[[], tuple[float, float]], device: str, peaks: list[int]) -> Callable[[], tuple[float, float]]:
+def with_memory(run: Run, device: str, peaks: list[int]) -> Run:
     """Notes the most GPU memory that was allocated."""
 
     def noting() -> tuple[float, float]:
@@ -259,7 +246,8 @@ def with_memory(run: Callable[[], tuple[float, float]], device: str, peaks: list
 def row(name: str, dtype: str, work: Work, timing: Timing, peak: int, times: float | None) -> str:
     rate = ITERATIONS * work.tokens / timing.median
     memory = f" {peak / 2**30:.1f} |" if work.device == "cuda" else ""
-    return f"| {dtype} | {name} | {rate:,.0f} | {timing.clock / ITERATIONS:.2f} |{memory} {'' if times is None else f'{times:.2f}'} |"
+    comparison = "" if times is None else f"{times:.2f}"
+    return f"| {dtype} | {name} | {rate:,.0f} | {timing.clock / ITERATIONS:.2f} |{memory} {comparison} |"
 
 
 def main() -> None:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -112,13 +113,23 @@ def write_bootstrapped(
     device: where it is trained; demonstrations and first weights are the same on any.
     """
     torch.set_num_threads(1)
-    if device == "cuda":  # TF32: which digits come next takes no more
-        torch.set_float32_matmul_precision("high")
     model = _initial(bootstrap, seed) if start is None else _continued(bootstrap, start)
-    _train(model.to(device), bootstrap, seed, progress)
+    with _tf32() if device == "cuda" else nullcontext():
+        _train(model.to(device), bootstrap, seed, progress)
     model.to("cpu")
     model.generation_config = GenerationConfig(eos_token_id=TOKEN_IDS[EOS], pad_token_id=TOKEN_IDS[PAD])
     save(model, make_tokenizer(), folder)
+
+
+@contextmanager
+def _tf32() -> Iterator[None]:
+    """Lets a GPU round the inputs of fp32 matmuls to TF32, which is several times as fast: imitation takes no more."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def _initial(bootstrap: Bootstrap, seed: int) -> PreTrainedModel:
