@@ -70,6 +70,44 @@ def test_the_gpu_check_runs_on_a_cpu_with_a_tiny_model(tmp_path: Path) -> None:
         assert text.count(row) == 2, "once for each of the two models"
 
 
+def test_the_gpu_sanity_test_trains_a_model_of_a_useful_size() -> None:
+    from halfmatch import jobs
+    from halfmatch.config_files import load
+    from halfmatch.models.bootstrap import _initial
+
+    config = load([REPOSITORY / "config/gpu_sanity.yaml"])
+    with torch.device("meta"):
+        model = _initial(config.models[config.solvability.model].bootstrap, seed=0)
+    assert 30e6 <= sum(parameter.numel() for parameter in model.parameters()) <= 100e6
+    assert {run.precision for run in jobs.runs(config)} == {"bf16", "fp16"}
+    demonstrated = {source.bootstrap.factors for source in config.models.values()}
+    assert demonstrated == {(config.problems["all"].lowest_factor, config.problems["all"].highest_factor)}
+    assert config.engine.device == "cuda"
+
+
+@pytest.mark.slow
+def test_the_gpu_sanity_test_runs_on_a_cpu_with_a_tiny_model(tmp_path: Path) -> None:
+    results = tmp_path / "results.yaml"
+    results.write_text(f"output: {tmp_path / 'steps'}\n", encoding="utf-8")
+    done = subprocess.run(
+        [REPOSITORY / "scripts/gpu_sanity.sh", "config/gpu_sanity-cpu.yaml", results],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines() if "|" in line]
+    k3 = {row[0]: float(row[1].split()[0]) for row in cells if row[0] in ("bf16", "fp16")}
+    assert 0 < k3["fp16"] < k3["bf16"] / 10
+    runs = {row[0]: row for row in cells if row[0].endswith("_seed0")}
+    assert set(runs) == {"bf16_grpo_seed0", "fp16_grpo_seed0"}
+    assert all(0 <= float(row[1]) <= 1 for row in runs.values())
+    assert [row[:2] for row in cells if row[0] in ("decoding", "training")] == [
+        [kind, dtype] for kind in ("decoding", "training") for dtype in ("bf16", "fp16")
+    ]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here, and the check would run on it")
 def test_without_a_gpu_it_says_so() -> None:
     done = subprocess.run([REPOSITORY / "scripts/gpu_check.sh"], stderr=subprocess.PIPE, text=True)

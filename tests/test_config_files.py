@@ -18,6 +18,8 @@ from halfmatch.errors import UserError
 REPOSITORY = Path(__file__).parents[1]
 CONFIGURATIONS = {
     "config/config.yaml": ("config/config.yaml",),
+    "config/gpu_sanity.yaml": ("config/gpu_sanity.yaml",),
+    "config/gpu_sanity-cpu.yaml": ("config/gpu_sanity.yaml", "config/gpu_sanity-cpu.yaml"),
     "config/grid.yaml": ("config/grid.yaml",),
     "config/paper.yaml": ("config/paper.yaml",),
     "config/released.yaml": ("config/released.yaml",),
