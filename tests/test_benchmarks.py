@@ -92,8 +92,7 @@ def test_the_gpu_sanity_test_runs_on_a_cpu_with_a_tiny_model(tmp_path: Path) -> 
     done = subprocess.run(
         [REPOSITORY / "scripts/gpu_sanity.sh", "config/gpu_sanity-cpu.yaml", results],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr[-4000:]
