@@ -21,7 +21,13 @@ CONFIGURATIONS = {
     "config/gpu_sanity.yaml": ("config/gpu_sanity.yaml",),
     "config/gpu_sanity-cpu.yaml": ("config/gpu_sanity.yaml", "config/gpu_sanity-cpu.yaml"),
     "config/grid.yaml": ("config/grid.yaml",),
-    "config/paper.yaml": ("config/paper.yaml",),
+    **{
+        f"config/{name}.yaml": (f"config/{name}.yaml",)
+        for name in (
+            *("paper", "paper-lora", "paper-octothinker", "paper-moe", "paper-14b"),
+            *("llama-2-7b", "mistral-7b"),
+        )
+    },
     "config/released.yaml": ("config/released.yaml",),
     "config/smollm2.yaml": ("config/smollm2.yaml",),
     "config/smollm2-vllm.yaml": ("config/smollm2.yaml", "config/smollm2-vllm.yaml"),
@@ -62,15 +68,15 @@ def test_every_shipped_configuration_is_valid(name: str, monkeypatch: pytest.Mon
 
 
 def test_every_value_of_the_paper_s_presets_says_where_it_comes_from() -> None:
-    """But names, and what stands for itself: sources, ids and revisions of data."""
-    for preset in ("paper", "released"):
+    """But names, and what stands for itself: sources, ids and revisions of data, shapes of published models."""
+    for preset in ("paper", "paper-lora", "paper-octothinker", "paper-moe", "paper-14b", "released"):
         lines = (REPOSITORY / f"config/{preset}.yaml").read_text(encoding="utf-8").splitlines()
         section = ""
         for line in lines:
             if line and not line.startswith((" ", "#")):
                 section = line.split(":")[0]
             value = line.split("#")[0].partition(":")[2].strip()
-            if value and section not in ("problems", "models", "report", "output") and "device" not in line:
+            if value and section not in ("problems", "models", "shapes", "report", "output") and "device" not in line:
                 assert "  # " in line, f"{preset}: {line}"
 
 

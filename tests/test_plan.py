@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
 from halfmatch.config import Config
 from halfmatch.config_files import load, validate
@@ -102,9 +105,10 @@ def test_files_and_samples_are_counted(tmp_path: Path) -> None:
 
 
 def test_the_size_of_a_model_follows_from_its_shape_or_name() -> None:
-    # 4 layers of 64·(2·64 + 2·32) + 3·64·176
-    assert parameter_count(Config(), "gain16") == 4 * (64 * (2 * 64 + 2 * 32) + 3 * 64 * 176)
-    assert parameter_count(load([PAPER]), "r1-distill-qwen-1.5b") == 1_500_000_000
+    # 4 layers of 64·(2·64 + 2·32) + 3·64·176, and 20 rows of 64
+    assert parameter_count(Config(), "gain16") == 4 * (64 * (2 * 64 + 2 * 32) + 3 * 64 * 176) + 20 * 64
+    named = load([PAPER]).model_copy(update={"shapes": {}})
+    assert parameter_count(named, "r1-distill-qwen-1.5b") == 1_500_000_000
 
 
 def test_differences_name_both_values_and_the_source_of_the_paper_s() -> None:
@@ -134,3 +138,49 @@ def test_sources_are_the_comments_behind_the_values(tmp_path: Path) -> None:
 
 def test_without_the_preset_the_plan_says_so(tmp_path: Path) -> None:
     assert f"({tmp_path / 'no.yaml'} is not here" in plan(load([PAPER]), tmp_path / "no.yaml")
+
+
+PRESETS = ("paper-lora", "paper-octothinker", "paper-moe", "paper-14b", "llama-2-7b", "mistral-7b")
+# Where a value comes from, as the presets' comments begin: what was printed or released, or our choice.
+SOURCES = ("T", "T1", "C", "P", "F", "ours", "PPO", "DPO", "no objective", "the whole")
+# What says itself: names, sizes of a published model, a machine's device.
+SELF_EVIDENT = ("output", "problems.", "models.", "shapes.", "engine.device", "report.title")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_have_every_key_with_its_source(name: str) -> None:
+    path = REPOSITORY / f"config/{name}.yaml"
+    config, sources = load([path]), preset_sources(path)
+    written = set(_keys(yaml.safe_load(path.read_text(encoding="utf-8"))))
+    whole = ("problems", "models")  # of their keys those of one kind of source apply
+    lists = ("training.objective_settings",)
+    needed = {key for key in _keys(config.model_dump(mode="json")) if not key.startswith((*whole, *lists))}
+    assert needed <= written
+    for key in needed:
+        if not key.startswith(SELF_EVIDENT):
+            assert sources.get(key, "").startswith(SOURCES), key
+
+
+def _keys(values: Any, prefix: str = "") -> Iterator[str]:
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _keys(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_planned_and_fit_the_gpus_that_they_name(name: str) -> None:
+    config = load([REPOSITORY / f"config/{name}.yaml"])
+    text = plan(config, PAPER)
+    (smallest,) = [line for line in text.splitlines() if line.startswith("  smallest GPU")]
+    sizes = [float(size) for size in re.findall(r"([\d.]+) GiB", smallest)]
+    assert len(sizes) == 2
+    assert max(sizes) < 80e9 / 2**30
+    assert "Differences from" in text
+    assert not any(line.startswith("  training.objective_settings.gspo") for line in text.splitlines())
+
+
+def test_of_ppo_and_dpo_the_larger_is_planned() -> None:
+    text = plan(load([REPOSITORY / "config/mistral-7b.yaml"]), PAPER)
+    assert "4 P / r × 2" in text  # the policy and the value model, or the initial policy

@@ -14,6 +14,7 @@ from halfmatch.config_checks import cross_check
 from halfmatch.config_limits import SAMPLING_ROUNDS, unusable
 from halfmatch.config_models import Bootstrap as Bootstrap
 from halfmatch.config_models import Lora as Lora
+from halfmatch.config_models import ModelShape as ModelShape
 from halfmatch.config_models import ModelSource as ModelSource
 from halfmatch.config_section import Name, Probability, Section
 from halfmatch.precision import Fp32Module, Precision
@@ -201,6 +202,11 @@ class Training(Section):
     ranks: int = Field(
         1, ge=1, le=4096, description="processes of a run, on GPUs one each; the model is sharded over them (FSDP2)"
     )
+    shard_gradients: bool = Field(
+        False,
+        description="several ranks: reduce gradients after every micro-batch and not once a step, so that no rank has "
+        "whole ones: less memory, more communication",
+    )
     nodes: int = Field(1, ge=1, le=512, description="machines that the ranks are spread over, evenly")
     probe: bool = Field(
         True, description="after every sync, score a few fixed tokens on both sides to see that the weights arrived"
@@ -298,6 +304,9 @@ class Config(Section):
         default_factory=_laptop_problems, description="sets of problems, by name"
     )
     models: dict[Name, ModelSource] = Field(default_factory=_laptop_models, description="models, by name")
+    shapes: dict[Name, ModelShape] = Field(
+        {}, description="sizes of models that are not on this machine, by their names, for `halfmatch plan`"
+    )
     precisions: dict[Name, Precision] = Field(default_factory=_precisions, description="precisions, by name")
     prompt: Prompt = Field(Prompt(), description="how a problem becomes a prompt")
     grading: Grading = Field(Grading(), description="how a response becomes a verdict")

@@ -26,6 +26,7 @@ def _unknown_names(config: Config) -> Iterator[str]:
         ("solvability.model", (config.solvability.model,), config.models, "model"),
         ("solvability.problems", (config.solvability.problems,), config.problems, "problem set"),
         ("solvability.precision", (config.solvability.precision,), config.precisions, "precision"),
+        ("shapes", config.shapes, config.models, "model"),
         ("mismatch.models", config.mismatch.models, config.models, "model"),
         ("mismatch.problems", config.mismatch.problems, config.problems, "problem set"),
         ("mismatch.precisions", config.mismatch.precisions, config.precisions, "precision"),

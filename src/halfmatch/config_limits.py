@@ -80,6 +80,11 @@ def _unusable_routing(config: Config) -> Iterator[str]:
 
 def _unusable_values(config: Config) -> Iterator[str]:
     """Values that are in range by themselves."""
+    for name in config.shapes:
+        if name in config.models and config.models[name].bootstrap:
+            yield f"shapes.{name}: is the shape of a model that is made here, as its bootstrap section says; remove it"
+    if config.training and config.training.shard_gradients and config.training.ranks == 1:
+        yield "training.shard_gradients: one rank has nobody to share gradients with; add ranks, or remove it"
     if config.prompt.system is not None and config.prompt.template in ("plain", "boxed"):
         yield f"prompt.system: the template {config.prompt.template} has no place for it; use chat or r1, or remove it"
     if config.training and max(config.training.adam_betas) == 1:

@@ -95,3 +95,25 @@ class Lora(Section):
         "merged",
         description="what the engine gets: weights with the adapter added in fp32 and rounded once, or the adapter",
     )
+
+
+class ModelShape(Section):
+    """What `halfmatch plan` has to know of a model that is not on this machine; from its config.json."""
+
+    layers: int = Field(ge=1, le=1000, description="decoder layers (num_hidden_layers)")
+    hidden_size: int = Field(ge=1, le=1_000_000, description="width")
+    heads: int = Field(ge=1, le=10_000, description="attention heads (num_attention_heads)")
+    kv_heads: int = Field(ge=1, le=10_000, description="key-value heads (num_key_value_heads)")
+    head_dim: int = Field(ge=1, le=10_000, description="width of a head")
+    intermediate_size: int = Field(ge=1, le=1_000_000, description="width of the MLP, or of one expert")
+    vocabulary: int = Field(ge=1, le=10_000_000, description="rows of the embedding (vocab_size)")
+    tied_embeddings: bool = Field(False, description="whether the LM head is the embedding (tie_word_embeddings)")
+    query_key_norm: bool = Field(False, description="whether queries and keys are normalised, as in Qwen3")
+    experts: int = Field(1, ge=1, le=10_000, description="experts of a layer (num_experts); 1: a plain MLP")
+    experts_per_token: int = Field(1, ge=1, le=10_000, description="of which so many compute (num_experts_per_tok)")
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.experts_per_token > self.experts:
+            raise ValueError(f"experts_per_token {self.experts_per_token} of {self.experts} experts")
+        return self

@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
-from halfmatch import jobs
-from halfmatch.config import Bootstrap, Config, ModelSource, ProblemSource
+from halfmatch import jobs, memory
+from halfmatch.config import Config, ProblemSource
 from halfmatch.config_files import load
 from halfmatch.errors import UserError
 from halfmatch.paths import Paths
@@ -24,7 +24,7 @@ SCORE_BYTES = 10
 CHECKPOINT_BYTES = 12
 WEIGHT_BYTES = 4
 # What a difference from the paper would say nothing about.
-_NOT_SETTINGS = ("output", "report", "problems", "models", "precisions", "grading.workers")
+_NOT_SETTINGS = ("output", "report", "problems", "models", "shapes", "precisions", "grading.workers")
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,8 @@ def plan(config: Config, paper: Path) -> str:
         *(_line(row) for row in [*rows, _total(rows)]),
         "",
     ]
+    if estimated := list(memory.lines(config)):
+        lines += [*estimated, ""]
     if any(None in (row.responses, row.bytes) for row in rows):
         lines += ["? depends on what the steps problems and model have not fetched yet", ""]
     return "\n".join([*lines, *_comparison(config, paper)])
@@ -132,26 +134,12 @@ def _rows(path: Path) -> int | None:
 
 
 def parameter_count(config: Config, name: str) -> int | None:
-    """Parameters of a model; from the folder if it is there, else from its shape or its name."""
-    folder = Paths(Path(config.output)).of("model", model=name)
-    weights = list(folder.glob("*.safetensors"))
-    if weights:
-        return sum(file.stat().st_size for file in weights) // WEIGHT_BYTES
-    return _parameters_of(config.models[name])
-
-
-def _parameters_of(source: ModelSource) -> int | None:
-    if source.bootstrap:
-        return _bootstrap_parameters(source.bootstrap)
+    """Parameters of a model, of its shape or else of its name; None if neither tells."""
+    if shape := memory.shape_of(config, name):
+        return memory.parameters(shape)
+    source = config.models[name]
     named = re.search(r"(\d+(?:\.\d+)?)([MB])\b", source.id or source.path or source.package or "", re.IGNORECASE)
     return round(float(named[1]) * {"M": 1e6, "B": 1e9}[named[2].upper()]) if named else None
-
-
-def _bootstrap_parameters(shape: Bootstrap) -> int:
-    """Matrices of a Qwen2 decoder; embeddings, norms and biases of the tiny vocabulary are left out."""
-    key_value = shape.hidden_size * shape.kv_heads // shape.heads
-    attention = shape.hidden_size * (2 * shape.hidden_size + 2 * key_value)
-    return shape.layers * (attention + 3 * shape.hidden_size * shape.intermediate_size)
 
 
 # --------------------------------------------------------------------------------------------------------- comparison
@@ -165,10 +153,12 @@ def _comparison(config: Config, paper: Path) -> Iterator[str]:
 
 def differences(config: Config, paper: Config, sources: Mapping[str, str]) -> Iterator[str]:
     """A line a setting that is not the paper's, with the source of the paper's value, and one a section that only one
-    of the two has."""
+    of the two has. Of objectives that only one of the two trains, the settings are no difference beside that."""
     ours, theirs = _leaves(config.model_dump(mode="json")), _leaves(paper.model_dump(mode="json"))
+    apart = {name for one, other in ((config, paper), (paper, config)) for name in _only_in(one, other)}
     here, there = _left_out(ours, theirs), _left_out(theirs, ours)
     below = tuple(f"{section}." for section in (*here, *there))
+    below += tuple(f"training.objective_settings.{name}." for name in apart)
     for key in sorted(ours.keys() | theirs.keys()):
         if key.startswith((*_NOT_SETTINGS, *below)):
             continue
@@ -207,6 +197,12 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             leaves[f"{prefix}{key}"] = value
     return leaves
+
+
+def _only_in(config: Config, other: Config) -> set[str]:
+    """Objectives that are trained in one configuration alone."""
+    trained, others = (set(one.training.objectives) if one.training else set() for one in (config, other))
+    return trained - others
 
 
 def _left_out(leaves: Mapping[str, Any], others: Mapping[str, Any]) -> list[str]:

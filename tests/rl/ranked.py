@@ -50,6 +50,7 @@ def trainings(model: Path, folder: Path, ranks: Ranks):
         ("fp32 grpo", "grpo", Precision.named("fp32"), {"kl_coefficient": 0.1}),
         ("fp32 pg-seq-is", "pg-seq-is", Precision.named("fp32"), {}),
         ("fp32 gspo", "gspo", Precision.named("fp32"), {}),
+        ("fp32 grpo sharded", "grpo", Precision.named("fp32"), {}),
         ("bf16 grpo", "grpo", Precision.named("bf16", emulate="always", fp32_modules=("lm_head", "norm")), {}),
         ("fp16 pg-seq-is", "pg-seq-is", Precision.named("fp16", emulate="always", loss_scaling=SCALED), {}),
         ("bf16 grpo lora", "grpo", Precision.named("bf16", emulate="always"), {}),
@@ -58,7 +59,11 @@ def trainings(model: Path, folder: Path, ranks: Ranks):
         ("fp32 dpo", "dpo", Precision.named("fp32"), {}),
         ("fp32 dapo", "dapo", Precision.named("fp32"), {}),
     ):
-        training = settings(prompts_per_iteration=3, lora=adapter if name.endswith("lora") else None)
+        training = settings(
+            prompts_per_iteration=3,
+            lora=adapter if name.endswith("lora") else None,
+            shard_gradients=name.endswith("sharded"),
+        )
         trainer = build(model, ranks, objective, precision, training=training, **changes)
         rows = trainer.run(Checkpoints(folder / name, course={}, keep=1, ranks=ranks), quiet)
         yield name, rows, trainer.trained_weights()

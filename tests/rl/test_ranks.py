@@ -86,7 +86,7 @@ def outcomes(tiny_model_folder, tmp_path_factory):
 
 
 RUNS = (
-    *("fp32 grpo", "fp32 pg-seq-is", "fp32 gspo", "bf16 grpo", "fp16 pg-seq-is", "bf16 grpo lora"),
+    *("fp32 grpo", "fp32 pg-seq-is", "fp32 gspo", "fp32 grpo sharded", "bf16 grpo", "fp16 pg-seq-is", "bf16 grpo lora"),
     *("fp32 ppo", "fp16 ppo", "fp32 dpo", "fp32 dapo"),
 )
 COMPARED = (

@@ -66,7 +66,7 @@ class Learner:
     ):
         """`model`: float32, on its device; it is cast here, in place. lora: train an adapter alone (`seed`: of it)."""
         self.model, self.precision, self.lora, self.ranks = model, precision, lora, ranks
-        self.clip_norm = settings.clip_norm
+        self.clip_norm, self.shard_gradients = settings.clip_norm, settings.shard_gradients
         model.requires_grad_(True)
         if lora:
             from halfmatch.models.lora import add_adapter  # needs peft, which is not installed everywhere
@@ -112,9 +112,9 @@ class Learner:
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         """Add the gradients of a micro-batch's loss to the masters'. `last` of the step: only then are gradients
-        summed over ranks."""
+        summed over ranks, which hold whole ones until then, unless they are to hold shards alone."""
         if isinstance(self.model, FSDPModule):
-            self.model.set_requires_gradient_sync(last)
+            self.model.set_requires_gradient_sync(last or self.shard_gradients)
         (self.scaler.scale(loss) if self.scaler else loss).backward()
 
     def update(self, accumulate: Callable[[], T], learning_rate: float) -> tuple[T, dict[str, Any]]:

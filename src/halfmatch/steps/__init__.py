@@ -120,6 +120,7 @@ STEPS: Mapping[str, Step] = {
             "training.clip_norm",
             "training.micro_batch_tokens",
             "training.activation_checkpointing",
+            "training.shard_gradients",
             "training.ranks",
             "training.nodes",
             "training.probe",

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Say how long a run is and on how many ranks it is computed, which may change on the way.
-HOW_FAR = ("training.iterations", "training.ranks", "training.nodes")
+HOW_FAR = ("training.iterations", "training.ranks", "training.nodes", "training.shard_gradients")
 
 
 def run(config: Config, *, run: str) -> None:
