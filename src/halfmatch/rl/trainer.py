@@ -276,17 +276,19 @@ class Trainer:
         logp_reference = self._score_all(self.reference, batch, plans) if self.reference is not None else None
         lengths, longest = batch.response_mask.sum(dim=1), self.settings.sampling.max_tokens
         rewards = shaped_rewards(rollouts.rewards.to(device), lengths, objective.overlong, longest)
-        divergence, targets = None, None
-        if objective.kl.is_in("reward"):
+        kl, estimates, targets = objective.kl, None, None
+        if kl.is_in("reward"):
             assert logp_old is not None
             assert logp_reference is not None
-            estimates = reference_kl(objective.kl.kl_estimator, logp_old, logp_reference)
-            divergence = objective.kl.kl_coefficient * estimates
+            estimates = reference_kl(kl.kl_estimator, logp_old, logp_reference)
         if self.critic is not None:
-            advantages, targets = self.critic.estimate(batch, rewards, divergence, plans)
+            penalties = None if estimates is None else kl.kl_coefficient * estimates
+            advantages, targets = self.critic.estimate(batch, rewards, penalties, plans)
         else:
+            if estimates is not None:
+                rewards = rewards - kl.kl_coefficient * estimates.sum(dim=1)
             advantages = group_advantages(
-                rewards if divergence is None else rewards - divergence.sum(dim=1),
+                rewards,
                 self.settings.samples_per_prompt,
                 baseline=objective.baseline,
                 scale_by_std=objective.scale_by_std,
