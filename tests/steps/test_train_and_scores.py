@@ -138,6 +138,32 @@ def test_train_writes_log_curves_and_model(prepare, quick_grader):
     assert (folder / "generation_config.json").is_file()
 
 
+@pytest.mark.parametrize(
+    ("objective", "columns"),
+    [
+        ("ppo", {"value_loss", "explained_variance", "critic_gradient_norm", "critic_loss_scale"}),
+        ("dpo", {"preference_margin", "preference_accuracy", "problems_drawn", "mixed_problems"}),
+        ("dapo", {"problems_drawn", "mixed_problems", "clip_high_share"}),
+    ],
+)
+def test_every_method_trains_by_its_name_in_the_configuration(prepare, quick_grader, objective, columns):
+    rate = {"critic_learning_rate": 1e-3} if objective == "ppo" else {}
+    config, paths = prepare(objectives=[objective], iterations=2, **rate)
+    name = f"fp16_{objective}_seed0"
+    train.run(config, run=name)
+    rows = artifacts.read(paths.of("training_log", run=name), "training_log").to_pylist()
+    assert len(rows) == 4
+    for row in rows:
+        assert {column for column in columns if row[column] is None} <= {"explained_variance"}
+    taken = [row["gradient_norm"] for row in rows if not row["step_skipped"]]  # the loss scale may have to back off
+    assert taken
+    assert min(taken) > 0
+    start = models.load(paths.of("model", model="tiny"), torch.float32).state_dict()
+    trained = models.load(paths.of("trained", run=name), torch.float32).state_dict()
+    assert trained.keys() == start.keys()  # the policy alone
+    assert all(not torch.equal(weight, start[key]) for key, weight in trained.items() if "proj.weight" in key)
+
+
 def test_trainer_and_engine_may_compute_in_different_dtypes(prepare, quick_grader):
     config, paths = prepare(iterations=1)
     mixed = Precision(compute="bf16", rollout="fp16", emulate="always")
