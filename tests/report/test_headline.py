@@ -9,6 +9,7 @@ import pytest
 from halfmatch.errors import UserError
 from halfmatch.paths import Paths
 from halfmatch.report.headline import headline, headline_text, sentence, table
+from halfmatch.statistics import t_interval
 
 
 def analysis_of(config, model, precision):
@@ -31,9 +32,8 @@ def test_numbers_are_those_of_the_artefacts(finished, results):
     for model in ("gain16", "gain120"):
         for precision in ("bf16", "fp16"):
             metrics, shown = analysis_of(finished, model, precision), numbers["mismatch"][model][precision]
-            for name in ("k3", "sigma", "ess_share", "usable_length"):
+            for name in ("k3", "sigma", "sigma_predicted", "ess_share", "usable_length"):
                 assert shown[name] == metrics[name]
-            assert shown["sigma_predicted"] == metrics["sigma_predicted"]["value"]
             assert shown["cosine"]["pg"]["value"] == (0.95 if precision == "bf16" else 0.9995)
     assert numbers["claims"] == {"k3-ratio": "reproduced"}
     assert numbers["missing"] == 0
@@ -44,18 +44,20 @@ def test_training_is_summed_up_by_objective_and_precision(results):
     assert training.keys() == {"grpo", "pg-seq-is"}
     runs = results.training_runs("fp16", "grpo")
     assert len(runs) == 3
-    assert training["grpo"]["fp16"] == {
-        "runs": 3,
-        "final_reward": pytest.approx(sum(run.series["reward"][-10:].mean() for run in runs) / 3),
-        "mean_reward": pytest.approx(sum(run.series["reward"].mean() for run in runs) / 3),
-        "collapsed": 0,
-    }
+    for name, values in {
+        "final_reward": [run.series["reward"][-10:].mean() for run in runs],
+        "mean_reward": [run.series["reward"].mean() for run in runs],
+    }.items():
+        low, high = t_interval(values)
+        assert training["grpo"]["fp16"].pop(name) == pytest.approx({"value": sum(values) / 3, "low": low, "high": high})
+    assert training["grpo"]["fp16"] == {"runs": 3, "collapsed": 0}
 
 
 def test_text_has_a_line_for_every_cell_with_its_numbers(finished, results):
     lines = headline_text(headline(results, {})).splitlines()
     rows = [line for line in lines if " bf16 " in line or " fp16 " in line]
-    assert [row.split()[0] for row in rows] == ["gain16", "fp16", "gain120", "fp16"] * 2  # mismatch, then gradients
+    assert [row.split()[0] for row in rows] == ["gain16", "fp16", "gain120", "fp16"] * 3  # mismatch, σ, gradients
+    assert all(row.count("[") >= 2 for row in rows), "every number has its interval"
     for row, (model, precision) in zip(rows, (("gain16", "bf16"), ("gain16", "fp16")), strict=False):
         k3 = analysis_of(finished, model, precision)["k3"]["value"]
         assert float(row.split(precision)[1].split()[0]) == pytest.approx(k3, rel=5e-3)

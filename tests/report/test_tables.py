@@ -12,6 +12,7 @@ from halfmatch.report import comparison, origin, tables
 from halfmatch.report.numbers import number, with_interval
 from halfmatch.report.results import estimate
 from halfmatch.report.tables import Table
+from halfmatch.statistics import Estimate, t_interval
 
 
 def rows_of(table: Table):
@@ -78,6 +79,19 @@ def test_training_has_a_row_a_run(results):
     assert rows[0]["what the monitors said"] == "–"
 
 
+def test_rewards_over_seeds_have_intervals_and_collapses_are_counted(results):
+    (row,) = (
+        row
+        for row in rows_of(tables.training_by_precision(results))
+        if (row["precision"], row["objective"]) == ("FP16", "grpo")
+    )
+    runs = results.training_runs("fp16", "grpo")
+    low, high = t_interval([run.final_reward for run in runs])
+    value = sum(run.final_reward for run in runs) / 3
+    assert row["final reward"] == with_interval(Estimate(value, low, high))
+    assert row["collapsed"] == "0 of 3 [0 %, 56 %]"  # Wilson's: z² / (3 + z²)
+
+
 def test_training_says_where_a_run_ended_early_and_why(results):
     ended = dataclasses.replace(results.runs[0], iterations=20, events=[(60, "collapse of the reward: it fell")])
     (row,) = rows_of(tables.training(dataclasses.replace(results, runs=[ended])))
@@ -87,11 +101,12 @@ def test_training_says_where_a_run_ended_early_and_why(results):
 
 def test_evaluation_has_a_row_for_weights_benchmark_engine_and_precision(finished, results):
     rows = rows_of(tables.evaluation(results))
-    assert len(rows) == 2 * 2 + 12 * 2
+    assert len(rows) == (2 * 2 + 12 * 2) * 2  # by the engine and by the trainer
     assert [name for name in rows[0] if "@" in name] == [*("avg@8", "pass@1", "pass@4", "maj@1", "maj@4")]
     names = {"run": "fp16_grpo_seed1", "problems": "heldout", "engine": "transformers", "rollout": "fp16"}
     metrics = json.loads(Paths(Path(finished.output)).of("evaluation_metrics", **names).read_text())["metrics"]
-    (row,) = (row for row in rows if row["weights"] == "FP16, grpo, seed 1" and row["benchmark"] == "heldout")
+    place = ("FP16, grpo, seed 1", "heldout", "transformers")
+    (row,) = (row for row in rows if (row["weights"], row["benchmark"], row["engine"]) == place)
     assert row["pass@4"] == with_interval(estimate(metrics["pass@4"]))
 
 
@@ -126,7 +141,8 @@ def test_online_values_are_of_the_phase_that_the_paper_shows(results):
     rows = rows_of(comparison.online(results))
     (start,) = (row for row in rows if (row["precision"], row["paper"]) == ("BF16", "0.001 [F]"))
     runs = results.training_runs("bf16", "grpo")
-    assert start["this run, grpo"] == number(sum(run.series["k3"][:10].mean() for run in runs) / len(runs))
+    assert start["this run, grpo"].startswith(number(sum(run.series["k3"][:10].mean() for run in runs) / len(runs)))
+    assert "[" in start["this run, grpo"]
     assert [row["this run, grpo"] for row in rows if row["when"] == "at collapse"] == ["no run collapsed"] * 2
 
 
@@ -149,7 +165,9 @@ def test_untrained_scores_are_percentages_like_the_papers(results):
         "FP32": "51.54 [T]",
     }
     ours = [row for row in rows if row["from"] == "this run"]
-    assert [row["benchmark"] for row in ours] == ["train, transformers", "heldout, transformers"]
+    assert [row["benchmark"] for row in ours] == [
+        f"{problems}, {engine}" for problems in ("train", "heldout") for engine in ("transformers", "trainer")
+    ]
     assert 20 < float(ours[0]["BF16"].split()[0]) < 80
     assert ours[0]["FP32"] == "–"
 

@@ -56,8 +56,9 @@ def _warnings(metrics: Mapping[str, Estimate]) -> list[str]:
 
 def _token_level(metrics: Mapping[str, Estimate]) -> str:
     # (E w)² / E w² of the weights w = exp(d) of tokens: E w is 1 + k3 − k1, E w² is 1 + chi2.
-    left = (1 + metrics["k3"].value - metrics["k1"].value) ** 2 / (1 + metrics["chi2"].value)
-    off = metrics["share_above_0.1"].value
+    chi2, mean_weight = metrics["chi2"], 1 + metrics["k3"].value - metrics["k1"].value
+    kept = Estimate(*(mean_weight**2 / (1 + bound) for bound in (chi2.value, chi2.high, chi2.low)))
+    left, off = kept.value, metrics["share_above_0.1"]
     effect = (
         "hardly change anything and cost nothing"
         if left > 0.99
@@ -66,8 +67,8 @@ def _token_level(metrics: Mapping[str, Estimate]) -> str:
         else "throw away a large part of what was sampled"
     )
     return (
-        f"Token-level corrections (TIS) {effect}: {percent(off, 1)} of the tokens have a weight that is off by more "
-        f"than 10 %, and the weights of single tokens leave {percent(left, 1)} of the samples. They bound each token "
+        f"Token-level corrections (TIS) {effect}: {share(off)} of the tokens have a weight that is off by more "
+        f"than 10 %, and the weights of single tokens leave {share(kept)} of the samples. They bound each token "
         "and do not correct the distribution of whole responses."
     )
 

@@ -127,7 +127,7 @@ def _comparison(cells: Sequence[Cell]) -> str | None:
     if _k3(best) == _k3(worst):
         return None
     apart = ratio(worst.metrics["k3"], best.metrics["k3"])
-    lengths = [number(cell.metrics["usable_length"].value, 2) for cell in (worst, best)]
+    lengths = [with_interval(cell.metrics["usable_length"], 2) for cell in (worst, best)]
     return (
         f"The mismatch is smallest for {best.label} and largest for {worst.label}, by a factor of "
         f"{number(apart.value, 2)} {interval(apart, 2)}: half of the samples of a sequence-level correction are lost "

@@ -126,7 +126,7 @@ def sections_of(results: Results, preset: Path) -> list[Section]:
             "The matrix of precisions, objectives and seeds. Runs that share a seed see the same problems in the same "
             "order and draw the same random numbers.",
             figures=[training.reward(results), training.health(results)] if results.runs else [],
-            tables=[tables.training(results)],
+            tables=[tables.training_by_precision(results), tables.training(results)],
         ),
         Section(
             "evaluation",

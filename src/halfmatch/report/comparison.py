@@ -9,10 +9,9 @@ import numpy as np
 from halfmatch import jobs, paper
 from halfmatch.report.figures.style import label
 from halfmatch.report.numbers import NOTHING, as_printed, in_percent, number, with_interval
-from halfmatch.report.results import Results, estimate
+from halfmatch.report.results import Results, estimate, over_runs
 from halfmatch.report.tables import Table
 from halfmatch.report.training import WINDOW, TrainingRun
-from halfmatch.statistics import Estimate, t_interval
 
 _PHASES = {"start": "at the start", "end": "later", "collapse": "at collapse"}
 KL_THRESHOLD = 1e-3  # nats a token
@@ -64,7 +63,7 @@ def online(results: Results) -> Table:
                 label(one.dtype),
                 _PHASES[one.phase],
                 f"{as_printed(one.value)} {tags(one.sources)}",
-                *(_in_training(results.training_runs(one.dtype, objective), one) for objective in objectives),
+                *(_in_training(results, objective, one) for objective in objectives),
             )
             for one in paper.MISMATCH
             if one.phase != "offline"
@@ -77,8 +76,9 @@ def _quantity(one: paper.Quantity) -> str:
     return f"{one.what} ({one.unit})" if one.unit else one.what
 
 
-def _in_training(runs: Sequence[TrainingRun], one: paper.Quantity) -> str:
-    """Mean over the runs; the largest of any run for extremes."""
+def _in_training(results: Results, objective: str, one: paper.Quantity) -> str:
+    """Mean over the runs, with Student's interval; the largest of any run for extremes, which have none."""
+    runs = results.training_runs(one.dtype, objective)
     chosen = [run for run in runs if run.collapsed] if one.phase == "collapse" else list(runs)
     if not chosen:
         return "no run collapsed" if runs else NOTHING
@@ -89,7 +89,7 @@ def _in_training(runs: Sequence[TrainingRun], one: paper.Quantity) -> str:
         return NOTHING
     if one.phase == "collapse" or one.key == "largest_prob_diff":
         return number(float(max(value.max() for value in known)))
-    return number(float(np.mean([value.mean() for value in known])))
+    return with_interval(over_runs([float(value.mean()) for value in known], results))
 
 
 def training(results: Results) -> Table:
@@ -110,8 +110,7 @@ def training(results: Results) -> Table:
 def _best(results: Results, runs: Sequence[TrainingRun]) -> tuple[str, str, str]:
     if not runs:
         return NOTHING, "0", NOTHING
-    best = [run.best_reward for run in runs]
-    mean = Estimate(float(np.mean(best)), *t_interval(best, results.config.report.confidence))
+    mean = over_runs([run.best_reward for run in runs], results)
     return with_interval(mean), str(len(runs)), str(max(run.iterations for run in runs))
 
 

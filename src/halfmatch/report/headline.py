@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +12,19 @@ from halfmatch import artifacts
 from halfmatch.config import Config
 from halfmatch.paths import Paths
 from halfmatch.report import deployment
-from halfmatch.report.numbers import interval, number, percent
-from halfmatch.report.results import MismatchCell, Results, Setup, estimate
+from halfmatch.report.numbers import in_percent, interval, number, percent
+from halfmatch.report.results import MismatchCell, Results, Setup, estimate, over_runs
 from halfmatch.statistics import Estimate, ratio
 
-_ESTIMATES = ("k3", "sigma", "ess_share", "usable_length")
+_ESTIMATES = ("k3", "sigma", "sigma_predicted", "ess_share", "usable_length")
 
 
 def headline(results: Results, claims: Mapping[str, str]) -> dict[str, Any]:
     """What `report/headline.json` holds; `claims` are the outcomes of the verdicts, by claim.
 
-    mismatch: by setup and precision, estimates {value, low, high} of k3, sigma, ess_share and usable_length, the value
-    of sigma_predicted, and by objective estimates of the cosine of its gradient with the exact one.
-    training: by objective and precision, the number of runs, means over them of the final reward (the last running
+    mismatch: by setup and precision, estimates {value, low, high} of k3, sigma, sigma_predicted, ess_share and
+    usable_length, and by objective of the cosine of its gradient with the exact one.
+    training: by objective and precision, the number of runs, estimates over runs of the final reward (the last running
     mean) and of the reward over the whole run, and how many collapsed.
     deployment: the gap between trainer and engine, see `halfmatch.report.deployment.as_headline`.
     """
@@ -40,8 +40,8 @@ def headline(results: Results, claims: Mapping[str, str]) -> dict[str, Any]:
             objective: {
                 precision: {
                     "runs": len(runs),
-                    "final_reward": _mean(run.final_reward for run in runs),
-                    "mean_reward": _mean(run.mean_reward for run in runs),
+                    "final_reward": over_runs([run.final_reward for run in runs], results)._asdict(),
+                    "mean_reward": over_runs([run.mean_reward for run in runs], results)._asdict(),
                     "collapsed": sum(run.collapsed for run in runs),
                 }
                 for precision, other in results.matrix
@@ -58,14 +58,8 @@ def headline(results: Results, claims: Mapping[str, str]) -> dict[str, Any]:
 def _of_cell(cell: MismatchCell) -> dict[str, Any]:
     return {
         **{name: cell.metric(name)._asdict() for name in _ESTIMATES},
-        "sigma_predicted": cell.metric("sigma_predicted").value,
         "cosine": {objective: cell.cosine(objective)._asdict() for objective in cell.objectives},
     }
-
-
-def _mean(values: Iterable[float]) -> float:
-    listed = list(values)
-    return sum(listed) / len(listed)
 
 
 # ----------------------------------------------------------------------------------------------------------- sentence
@@ -121,30 +115,36 @@ def headline_text(headline: Mapping[str, Any]) -> str:
         for precision, cell in sorted(by_precision.items(), key=lambda item: _natural(item[0]))
     ]
     objectives = list(dict.fromkeys(objective for _, _, cell in cells for objective in cell["cosine"]))
-    mismatch = [
-        (
-            setup,
-            precision,
-            _short(estimate(cell["k3"])),
-            f"{number(estimate(cell['sigma']).value)} / {number(cell['sigma_predicted'])}",
-            percent(estimate(cell["ess_share"]).value, 1),
-            _short(estimate(cell["usable_length"])),
-        )
-        for setup, precision, cell in cells
+
+    def rows(*names: str) -> list[tuple[str, ...]]:
+        return [
+            (setup, precision, *(_short(estimate(cell[name]), name) for name in names))
+            for setup, precision, cell in cells
+        ]
+
+    lines = [
+        *_aligned(
+            [
+                ("mismatch", "", "k3, nats a token", "ESS/N", "usable length, tokens"),
+                *rows("k3", "ess_share", "usable_length"),
+            ]
+        ),
+        "",
+        *_aligned([("σ of Σd, nats", "", "seen", "by the law"), *rows("sigma", "sigma_predicted")]),
     ]
-    gradients = [
-        (setup, precision, *(number(estimate(cell["cosine"].get(objective)).value) for objective in objectives))
-        for setup, precision, cell in cells
-    ]
-    lines = _aligned(
-        [("mismatch", "", "k3, nats a token", "σ seen / law", "ESS/N", "usable length, tokens"), *mismatch]
-    )
     if objectives:
+        gradients = [
+            (setup, precision, *(_short(estimate(cell["cosine"].get(objective))) for objective in objectives))
+            for setup, precision, cell in cells
+        ]
         lines += ["", *_aligned([("gradient fidelity, cosine", "", *objectives), *gradients])]
     return "\n".join([*lines, "", *textwrap.wrap(headline["sentence"], 100)])
 
 
-def _short(value: Estimate) -> str:
+def _short(value: Estimate, name: str = "") -> str:
+    if name == "ess_share":
+        value = in_percent(value)
+        return f"{percent(value.value / 100, 1)} {interval(value, 3)}".rstrip()
     return f"{number(value.value)} {interval(value, 2)}".rstrip()
 
 

@@ -16,7 +16,7 @@ from halfmatch.config import Config
 from halfmatch.paths import Paths, Run
 from halfmatch.report import scores, training
 from halfmatch.report.training import TrainingRun
-from halfmatch.statistics import Estimate
+from halfmatch.statistics import Estimate, t_interval
 from halfmatch.steps import STEPS
 
 T = TypeVar("T")
@@ -179,6 +179,11 @@ def estimate(value: Mapping[str, float | None] | None) -> Estimate:
     if value is None:
         return UNKNOWN
     return Estimate(*(math.nan if (number := value[key]) is None else number for key in ("value", "low", "high")))
+
+
+def over_runs(values: Sequence[float], results: Results) -> Estimate:
+    """The mean of one number a run, with Student's interval; without one for a single run."""
+    return Estimate(math.fsum(values) / len(values), *t_interval(values, results.config.report.confidence))
 
 
 def _present(items: Iterable[T | None]) -> list[T]:

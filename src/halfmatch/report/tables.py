@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import pyarrow.compute as pc
 
@@ -12,8 +11,9 @@ from halfmatch import jobs, paper
 from halfmatch.paths import Run
 from halfmatch.report.figures.style import label
 from halfmatch.report.numbers import NOTHING, number, percent, with_interval
-from halfmatch.report.results import Results, estimate
-from halfmatch.report.training import WINDOW
+from halfmatch.report.results import Results, estimate, over_runs
+from halfmatch.report.training import WINDOW, TrainingRun
+from halfmatch.statistics import wilson_interval
 
 VERDICTS = ("solved", "wrong", "truncated", "timeout", "unparseable")
 
@@ -70,8 +70,8 @@ _METRICS = {
     "k2": "k2 = mean d²/2 (nats a token)",
     "chi2": "χ² = mean e^{2d} − 1",
     "mean_abs_prob_diff": "mean |π − μ|",
-    "max_prob_diff": "max π − μ",
-    "min_prob_diff": "min π − μ",
+    "max_prob_diff": "max π − μ of the sample",
+    "min_prob_diff": "min π − μ of the sample",
     "share_above_0.01": "share of |d| > 0.01",
     "share_above_0.1": "share of |d| > 0.1",
     "share_above_1": "share of |d| > 1",
@@ -185,7 +185,7 @@ def training(results: Results) -> Table:
     """What became of every run."""
     return _table(
         "training",
-        f"Runs of the training matrix; rewards are means over {WINDOW} iterations",
+        f"Runs of the training matrix, one draw each; rewards are means over {WINDOW} iterations",
         (
             *("precision", "objective", "seed", "iterations", "final reward", "best reward"),
             *("reward, whole run", "steps skipped", "what the monitors said"),
@@ -205,6 +205,41 @@ def training(results: Results) -> Table:
             for run in results.runs
         ),
         heads=3,
+    )
+
+
+def training_by_precision(results: Results) -> Table:
+    """Every precision and objective over its seeds."""
+    confidence = results.config.report.confidence
+
+    def collapsed(runs: Sequence[TrainingRun]) -> str:
+        count = sum(run.collapsed for run in runs)
+        low, high = wilson_interval(count, len(runs), confidence)
+        return f"{count} of {len(runs)} [{percent(low)}, {percent(high)}]"
+
+    return _table(
+        "training-precisions",
+        "Rewards over seeds, with Student's intervals, and how many runs collapsed, with Wilson's",
+        ("precision", "objective", "seeds", "final reward", "best reward", "reward, whole run", "collapsed"),
+        (
+            (
+                label(precision),
+                objective,
+                str(len(runs)),
+                *(
+                    with_interval(over_runs(values, results))
+                    for values in (
+                        [run.final_reward for run in runs],
+                        [run.best_reward for run in runs],
+                        [run.mean_reward for run in runs],
+                    )
+                ),
+                collapsed(runs),
+            )
+            for precision, objective in results.matrix
+            if (runs := results.training_runs(precision, objective))
+        ),
+        heads=2,
     )
 
 
@@ -229,7 +264,10 @@ def evaluation(results: Results) -> Table:
                 label(cell.precision),
                 *(with_interval(estimate(cell.metrics["metrics"].get(name))) for name in names),
                 str(cell.metrics["problems"]),
-                *(_share(cell.metrics, verdict) for verdict in ("truncated", "timeout")),
+                *(
+                    f"{cell.metrics['verdicts'][verdict]:,} of {cell.metrics['samples']:,}"
+                    for verdict in ("truncated", "timeout")
+                ),
             )
             for cell in results.evaluations
         ),
@@ -243,10 +281,6 @@ def weights_label(run: str) -> str:
         return "initial model"
     name = Run.parse(run)
     return f"{label(name.precision)}, {name.objective}, seed {name.seed}"
-
-
-def _share(metrics: Any, verdict: str) -> str:
-    return percent(metrics["verdicts"][verdict] / metrics["samples"], 1) if metrics["samples"] else NOTHING
 
 
 # ----------------------------------------------------------------------------------------------------------- problems
