@@ -1,6 +1,6 @@
 """The transformers engine against `model.generate`: the same model, dtype, prompts and number of tokens.
 
-    python benchmarks/decoding.py [--rounds 3] [--device cuda]
+    python benchmarks/decoding.py [--rounds 3] [--device cuda] [--dtypes fp32 bf16 fp16] [--sequences 64 256]
 
 A random Qwen3 of 5 M parameters samples responses of unequal lengths (a token ends one with a chance of 1 in 48; 128
 tokens at most) to prompts of 8 to 40 tokens, 8 responses a prompt. `generate` gets all sequences as one batch, padded
@@ -78,6 +78,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--dtypes", nargs="+", choices=("fp32", "bf16", "fp16"), default=("fp32", "bf16", "fp16"))
+    parser.add_argument("--sequences", nargs="+", type=int, choices=SLOTS, default=SLOTS)
     options = parser.parse_args()
     one_thread()
     print(f"{machine(options.device)}.\n")
@@ -85,8 +87,8 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as temporary:
         folder = random_model(Path(temporary))
-        for dtype in ("fp32", "bf16", "fp16"):
-            for count in (64, 256):
+        for dtype in options.dtypes:
+            for count in options.sequences:
                 for row in measure(folder, dtype, count, options.rounds, options.device):
                     print(row, flush=True)
 

@@ -101,7 +101,7 @@ class _Flash(torch.autograd.Function):
     ) -> torch.Tensor:
         scores = _scores(query, key, mask, scaling * _LOG2_E)
         top = scores.amax(-1, keepdim=True)
-        weights = (scores - top).exp2_()
+        weights = scores.sub_(top).exp2_()
         total = weights.sum(-1, keepdim=True)
         result = _values_sum(weights.to(query.dtype).float(), value).div_(total).to(query.dtype)
         result = result.view(*query.shape[:3], -1)
@@ -114,12 +114,12 @@ class _Flash(torch.autograd.Function):
     def backward(ctx: Any, d_result: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, mask, result, log2_total = ctx.saved_tensors
         groups = key.shape[1]
-        weights = (_scores(query, key, mask, ctx.scaling * _LOG2_E) - log2_total).exp2_()  # P
+        weights = _scores(query, key, mask, ctx.scaling * _LOG2_E).sub_(log2_total).exp2_()  # P
         d_rows = _rows_by_group(d_result, groups)
         d_value = weights.to(query.dtype).float().transpose(1, 2) @ d_rows
         correction = (d_rows * _rows_by_group(result, groups)).sum(-1, keepdim=True)
         d_weights = d_rows @ value.float().flatten(0, 1).transpose(1, 2)
-        d_scores = (weights * (d_weights - correction)).to(query.dtype).float()
+        d_scores = d_weights.sub_(correction).mul_(weights).to(query.dtype).float()
         d_query = d_scores @ key.float().flatten(0, 1) * ctx.scaling
         d_key = d_scores.transpose(1, 2) @ _rows_by_group(query, groups) * ctx.scaling
         return (
@@ -141,8 +141,8 @@ def _scores(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor, scaling:
     batch, heads, length, _ = query.shape
     groups, seen = key.shape[1:3]
     scores = torch.bmm(_rows_by_group(query, groups), key.float().flatten(0, 1).transpose(1, 2)).mul_(scaling)
-    per_head = scores.view(batch, heads, length, seen)
-    return per_head.masked_fill(~mask, _MASKED).view_as(scores)
+    scores.view(batch, heads, length, seen).masked_fill_(~mask, _MASKED)
+    return scores
 
 
 def _values_sum(weights: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
