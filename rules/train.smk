@@ -14,9 +14,10 @@ rule train:
         pipeline.benchmark("train", "{run}")
     threads: 1
     resources:
-        gpu=pipeline.gpus(),
+        **pipeline.training_resources(),
     params:
         file=pipeline.file,
         config=pipeline.parameters("train"),
     shell:
-        "halfmatch train --config {params.file} --run {wildcards.run} 2>&1 | tee {log}"
+        pipeline.training_command
+        + " --config {params.file} --run {wildcards.run} 2>&1 | tee {log}"

@@ -122,6 +122,21 @@ class Pipeline:
         engine = self.config.engine
         return engine.tensor_parallel * engine.data_parallel if engine.device == "cuda" else 0
 
+    def training_resources(self) -> dict[str, int | str]:
+        """What a training run asks for: GPUs, and where it is spread over nodes, as many on each of them."""
+        training, on_gpus = self.config.training, self.config.engine.device == "cuda"
+        if training is None or training.nodes == 1:
+            return {"gpu": max(self.gpus(), training.ranks if training and on_gpus else 0)}
+        on_each = {"gres": f"gpu:{training.ranks // training.nodes}"} if on_gpus else {}
+        launch = f"srun --nodes={training.nodes} --ntasks={training.nodes} --ntasks-per-node=1 --cpu-bind=none"
+        return {"nodes": training.nodes, "tasks": training.nodes, "mpi": launch, **on_each}
+
+    @property
+    def training_command(self) -> str:
+        """How `halfmatch train` is started: here, or on every node, by what the scheduler has for that."""
+        spread = self.config.training is not None and self.config.training.nodes > 1
+        return "{resources.mpi} halfmatch train" if spread else "halfmatch train"
+
 
 def _write(path: Path, text: str) -> None:
     """Write a file that is not there or differs; one that says the same keeps its time."""

@@ -19,11 +19,11 @@ from pydantic import BaseModel
 
 from halfmatch import jobs
 from halfmatch.config import Config
-from halfmatch.config_checks import OBJECTIVE_NAMES
 from halfmatch.config_files import load, validate
 from halfmatch.errors import UserError
 from halfmatch.paths import Run
 from halfmatch.pipeline import Pipeline
+from halfmatch.rl.objective_rows import OBJECTIVES
 from halfmatch.steps import STEPS
 
 if TYPE_CHECKING:
@@ -39,9 +39,10 @@ mismatch:
   grid: [bf16, fp16]
   origin: {enabled: true}
 training:
-  objectives: [grpo, pg-seq-is]
-  objective_settings: {grpo: {clip_high: 0.3}}
-evaluation: {precisions: [fp16], engines: [transformers, vllm]}
+  objectives: [grpo, ppo]
+  objective_settings: {grpo: {dynamic_sampling: true}}
+  lora: {rank: 8}
+evaluation: {precisions: [fp16], engines: [transformers, vllm, trainer]}
 """
 # Of sections that stand side by side under names, the one whose keys are changed.
 REPRESENTATIVES = {"problems": "heldout", "models": "gain48", "precisions": "fp16", "objective_settings": "grpo"}
@@ -50,6 +51,7 @@ TOGETHER: Mapping[str, Mapping[str, Any]] = {
     "problems.heldout.source": {"source": "hub", "id": "org/name", "revision": 40 * "0"},
     "models.gain48.source": {"source": "hub", "id": "org/name", "revision": 40 * "0"},
     "precisions.fp16.loss_scaling.min_scale": {"min_scale": 2.0},
+    "training.nodes": {"nodes": 2, "ranks": 2},
 }
 # Only one value is valid here: a precision is called by its dtype, shapes fit those that weights start from, and a
 # nucleus would bias ratios.
@@ -132,7 +134,7 @@ def literals(annotation: Any) -> Iterator[Any]:
 def candidates(value: Any, path: tuple[str, ...], config: Config) -> Iterator[Any]:
     """Values to try in place of one, the likeliest first."""
     listed = list(literals(annotation_of(path)))
-    names = [*config.models, *config.problems, *config.precisions, *OBJECTIVE_NAMES]
+    names = [*config.models, *config.problems, *config.precisions, *OBJECTIVES]
     if isinstance(value, bool):
         yield not value
     elif isinstance(value, int | float):
@@ -307,7 +309,7 @@ def declared_keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
         elif is_section(named):
             yield from declared_keys(named, f"{prefix}{key}.NAME.")
         elif named is not None:
-            yield f"{prefix}{key}.NAME.clip_high"
+            yield f"{prefix}{key}.NAME.dynamic_sampling"
         else:
             yield f"{prefix}{key}"
 

@@ -1,4 +1,4 @@
-"""A Slurm of one node on this machine, with two GPUs that are character devices, for the tests of this folder."""
+"""A Slurm of two nodes, both of them this machine, each with two GPUs that are character devices."""
 
 from __future__ import annotations
 
@@ -46,10 +46,11 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         munge = ["--socket", "munge.socket", "--key-file", "munge.key", "--pid-file", "munge.pid"]
         munge += ["--seed-file", "munge.seed", "--log-file", "munge.log"]
         paths = [argument if argument.startswith("--") else str(folder / argument) for argument in munge]
-        stack.enter_context(daemon(folder, "munged", "--foreground", "--force", *paths))
+        stack.enter_context(daemon(folder, "munge", "munged", "--foreground", "--force", *paths))
         wait_for(lambda: (folder / "munge.socket").exists(), folder)
-        stack.enter_context(daemon(folder, "slurmctld", "-D"))
-        stack.enter_context(daemon(folder, "slurmd", "-D"))
+        stack.enter_context(daemon(folder, "controller", "slurmctld", "-D"))
+        for node in nodes():
+            stack.enter_context(daemon(folder, node, "slurmd", "-D", "-N", node))
         wait_for(lambda: output("sinfo", "--noheader", "--format=%T") == "idle", folder)
         stack.callback(end_all_jobs, folder)
         site = folder / "site.yaml"
@@ -58,28 +59,32 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def configure(folder: Path) -> None:
-    """Write the configuration. The node claims more than there is, so that jobs may ask for what the profile says."""
-    host = socket.gethostname().partition(".")[0]
+    """Write the configuration. The nodes claim more than there is, so that jobs may ask for what the profile says."""
+    host, names = nodes()[0], ",".join(nodes())
+    port, *ports = free_ports(1 + len(nodes()))
+    lines = "\n".join(
+        f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port}"
+        for name, port in zip(nodes(), ports, strict=True)
+    )
     (folder / "munge.key").write_bytes(os.urandom(128))
     (folder / "munge.key").chmod(0o600)
     for number in range(2):
         os.mknod(folder / f"gpu{number}", 0o666 | 0o020000, os.makedev(1, 3))
-    (folder / "gres.conf").write_text(f"NodeName={host} Name=gpu File={folder}/gpu[0-1]\n", encoding="utf-8")
+    (folder / "gres.conf").write_text(f"NodeName={names} Name=gpu File={folder}/gpu[0-1]\n", encoding="utf-8")
     (folder / "slurm.conf").write_text(
         f"""\
 ClusterName=tests
 SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={free_port()}
-SlurmdPort={free_port()}
+SlurmctldPort={port}
 SlurmUser=root
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
+SlurmdSpoolDir={folder}/spool/%n
 SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd.log
+SlurmdLogFile={folder}/slurmd-%n.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 MpiDefault=none
@@ -91,13 +96,20 @@ JobCompLoc={folder}/jobs.txt
 MinJobAge=3600
 KillWait=2
 SlurmdParameters=config_overrides
-NodeName={host} NodeAddr=127.0.0.1 CPUs=64 RealMemory=1000000 Gres=gpu:2
-PartitionName=tests Nodes={host} Default=YES MaxTime=INFINITE State=UP
+NodeName=DEFAULT CPUs=64 RealMemory=1000000 Gres=gpu:2
+{lines}
+PartitionName=tests Nodes={names} Default=YES MaxTime=INFINITE State=UP
 """,
         encoding="utf-8",
     )
     (folder / "state").mkdir()
-    (folder / "spool").mkdir()
+    for name in nodes():
+        (folder / "spool" / name).mkdir(parents=True)
+
+
+def nodes() -> list[str]:
+    """The names of the nodes. What is spread over them meets on the first, whose name is this machine's."""
+    return [socket.gethostname().partition(".")[0], "second"]
 
 
 @contextmanager
@@ -114,9 +126,9 @@ def installed(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def daemon(folder: Path, *command: str) -> Iterator[None]:
+def daemon(folder: Path, name: str, *command: str) -> Iterator[None]:
     """A process that ends with the block, and with this process, also where that is killed."""
-    with (folder / f"{command[0]}.out").open("w") as messages:
+    with (folder / f"{name}.out").open("w") as messages:
         process = subprocess.Popen(["setpriv", "--pdeathsig", "TERM", *command], stdout=messages, stderr=messages)
     try:
         yield
@@ -147,7 +159,9 @@ def output(*command: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
-def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return int(listening.getsockname()[1])
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        listening = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in listening:
+            one.bind(("127.0.0.1", 0))
+        return [int(one.getsockname()[1]) for one in listening]

@@ -30,7 +30,8 @@ TINY = HERE.parent / "tiny.yaml"
 LAYER = {
     "solvability": {"model": "gain16"},
     "mismatch": {"models": ["gain16"], "precisions": ["bf16"], "gradient_fidelity": {"enabled": False}},
-    "training": {"precisions": ["bf16"], "iterations": 2},
+    # Two nodes with a rank each, which srun starts and which meet on the first.
+    "training": {"precisions": ["bf16"], "iterations": 2, "ranks": 2, "nodes": 2},
 }
 # Its Slurm jobs: the two shards of solve rates share one.
 JOBS = {
