@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,6 +34,24 @@ QSTAT = """\
 #!/bin/sh
 echo "    job_state = F"
 echo "    Exit_status = $(cat "$JOBS/$3")"
+"""
+
+# A cluster in one script: a Job runs as it is created, and its exit status is asked for afterwards.
+KUBECTL = f"""\
+#!{sys.executable}
+import os, subprocess, sys, yaml
+jobs = os.environ["JOBS"]
+if sys.argv[1] == "create":
+    job = yaml.safe_load(sys.stdin)
+    name = job["metadata"]["generateName"] + str(len(os.listdir(jobs)))
+    [container] = job["spec"]["template"]["spec"]["containers"]
+    status = subprocess.run(container["command"], cwd=container["workingDir"], stdout=2).returncode
+    with open(jobs + "/" + name, "w") as file:
+        yaml.safe_dump({{"status": status, "job": job}}, file)
+    print(name, end="")
+else:
+    status = yaml.safe_load(open(jobs + "/" + sys.argv[3]))["status"]
+    print("/1" if status else "1/", end="")
 """
 
 
@@ -87,3 +106,26 @@ def test_a_generic_cluster_runs_jobs_through_its_commands(checkout: Checkout, tm
     assert (checkout.root / made).is_file()
     asked = (tmp_path / "asked.txt").read_text()
     assert "-l select=1:ncpus=8:mem=64000mb:ngpus=0 -l walltime=480:00" in asked
+
+
+def test_kubernetes_runs_jobs_as_jobs_of_its_own(checkout: Checkout, tmp_path: Path) -> None:
+    commands, jobs = tmp_path / "commands", tmp_path / "jobs"
+    commands.mkdir()
+    jobs.mkdir()
+    (commands / "kubectl").write_text(KUBECTL, encoding="utf-8")
+    (commands / "kubectl").chmod(0o755)
+    profile = ["--workflow-profile", "profiles/kubernetes"]
+    assert "mem_mb=128000" in planned(checkout, *profile)["train"]
+    options = [*profile, "--seconds-between-status-checks", "1", "--latency-wait", "5"]
+    environment = {"PATH": f"{commands}:{checkout.environment()['PATH']}", "JOBS": str(jobs)}
+    named = {"IMAGE": "python:3.11", "CLAIM": "shared", "MOUNT": str(tmp_path)}
+    made = "results/tiny/problems/heldout.parquet"
+    checkout.run("snakemake", *options, "--", made, **environment, **named)
+    assert (checkout.root / made).is_file()
+    [file] = jobs.iterdir()
+    spec = yaml.safe_load(file.read_text())["job"]["spec"]
+    assert spec["activeDeadlineSeconds"] == 480 * 60
+    container = spec["template"]["spec"]["containers"][0]
+    assert container["resources"]["requests"] == {"cpu": "8", "memory": "64000M"}
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == "0"
+    assert spec["template"]["spec"]["volumes"][0]["persistentVolumeClaim"] == {"claimName": "shared"}
