@@ -148,6 +148,7 @@ CONFIGURATIONS: dict[str, tuple[str | bytes, str, str]] = {
     "beta of 1": ("training: {adam_betas: [0.9, 1]}\n", "training.adam_betas", "below 1"),
     "band upside down": ("solvability: {low: 0.9, high: 0.1}\n", "solvability", "no problem could be kept"),
     "steps that do not divide": ("training: {gradient_steps: 5}\n", "training", "do not divide"),
+    "ranks that do not spread evenly": ("training: {ranks: 3, nodes: 2}\n", "training", "do not divide into nodes 2"),
     "setting of another objective": (
         "training: {objective_settings: {pg: {clip_low: 0.1}}}\n",
         "training.objective_settings.pg.clip_low",
