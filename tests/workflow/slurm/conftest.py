@@ -108,8 +108,9 @@ PartitionName=tests Nodes={names} Default=YES MaxTime=INFINITE State=UP
 
 
 def nodes() -> list[str]:
-    """The names of the nodes. What is spread over them meets on the first, whose name is this machine's."""
-    return [socket.gethostname().partition(".")[0], "second"]
+    """The names of the nodes. What is spread over them meets on the first by name, which is this machine's."""
+    host = socket.gethostname().partition(".")[0]
+    return [host, f"{host}-second"]
 
 
 @contextmanager
