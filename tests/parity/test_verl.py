@@ -7,7 +7,9 @@ the response mask; the aggregations are token-mean, seq-mean-token-mean and seq-
 import pytest
 import torch
 
+from halfmatch.rl.advantages import generalized_advantages, standardized
 from halfmatch.rl.objectives import OBJECTIVES, override, policy_loss
+from halfmatch.rl.values import value_loss
 
 MAX_LENGTH = 9
 
@@ -151,3 +153,65 @@ def test_rejection_of_responses(name, seed):
     mean_over_kept = verl(vanilla(), "token-mean", tensors, keep=keep)[1]
     share = int((mask & keep).sum()) / int(mask.sum())
     torch.testing.assert_close(mean_over_all, mean_over_kept * share, rtol=1e-12, atol=1e-14)
+
+
+# ---------------------------------------------------------------------------------------------------- value models
+def critic_data(seed, batch=4, time=6):
+    generator = torch.Generator().manual_seed(seed)
+    values, now = torch.randn(2, batch, time, generator=generator, dtype=torch.float64)
+    mask = torch.arange(time) < torch.randint(1, time + 1, (batch, 1), generator=generator)
+    rewards = torch.zeros(batch, time, dtype=torch.float64)
+    rewards[torch.arange(batch), mask.sum(dim=1) - 1] = torch.tensor([1.0, 0.0, 1.0, 0.0], dtype=torch.float64)
+    return rewards, values, now, mask
+
+
+def verl_gae(rewards, values, mask, discount, gae_lambda):
+    """verl carries the value and the advantage of the last real token over what is masked."""
+    following = last = torch.zeros(len(values), dtype=torch.float64)
+    columns = []
+    for t in reversed(range(values.shape[1])):
+        delta = rewards[:, t] + discount * following - values[:, t]
+        advantage = delta + discount * gae_lambda * last
+        following = torch.where(mask[:, t], values[:, t], following)
+        last = torch.where(mask[:, t], advantage, last)
+        columns.insert(0, last)
+    advantages = torch.stack(columns, dim=1)
+    return advantages, advantages + values
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("discount", "gae_lambda"), [(1.0, 1.0), (1.0, 0.95), (0.9, 0.5)])
+def test_generalized_advantages(seed, discount, gae_lambda):
+    rewards, values, _, mask = critic_data(seed)
+    found = generalized_advantages(rewards, values, mask, discount=discount, gae_lambda=gae_lambda)
+    for ours, theirs in zip(found, verl_gae(rewards, values, mask, discount, gae_lambda), strict=True):
+        torch.testing.assert_close(ours[mask].double(), theirs[mask], rtol=1e-6, atol=1e-6)  # ours are rounded
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_standardised_advantages_but_for_what_keeps_the_division_finite(seed):
+    """verl divides by the root of the variance plus 1e-8, ours by the standard deviation plus 1e-6."""
+    _, advantages, _, mask = critic_data(seed)
+    chosen = advantages[mask]
+    theirs = (advantages - chosen.mean()) * torch.rsqrt(chosen.var() + 1e-8)
+    torch.testing.assert_close(standardized(advantages, mask)[mask], theirs[mask], rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_clipped_value_loss(seed):
+    rewards, values, now, mask = critic_data(seed)
+    _, returns = verl_gae(rewards, values, mask, 1.0, 0.95)
+    results = []
+    for _ in range(2):
+        leaf = now.clone().requires_grad_()
+        if not results:
+            count = int(mask.sum())
+            loss, binding = value_loss(leaf, values_old=values, returns=returns, mask=mask, clip=0.5, tokens=count)
+        else:
+            clipped = leaf.clamp(values - 0.5, values + 0.5)
+            larger = torch.max((leaf - returns) ** 2, (clipped - returns) ** 2)
+            loss = 0.5 * (larger * mask).sum() / mask.sum()
+        loss.backward()
+        results.append((loss.detach(), leaf.grad))
+    assert 0 < binding < mask.sum()
+    assert_same(*results)

@@ -1,9 +1,11 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfmatch.rl.batching import collate, micro_batches, pad, rank_shares, response_mask
+from halfmatch.rl.batching import collate, join, micro_batches, pad, rank_shares, response_mask
 
 EOS = 1
 token_lists = st.lists(st.lists(st.integers(0, 4), max_size=9), min_size=1, max_size=6)
@@ -23,6 +25,21 @@ def test_mask_and_truncation_agree(rows):
         assert cut == (EOS not in row)
         assert kept.count(EOS) == (0 if cut else 1)
         assert kept == row if cut else kept[-1] == EOS
+
+
+def test_joined_batches_are_the_batch_of_all_rows():
+    prompts, responses = [[2, 3], [4], [5, 6, 7]], [[5, EOS], [6], [8, 9, 9, EOS]]
+    routing = [torch.arange(2 * 3 * 2).view(2, 3, 1, 2), torch.arange(6 * 2).view(1, 6, 1, 2)]
+    parts = [collate(prompts[:2], responses[:2], {EOS}), collate(prompts[2:], responses[2:], {EOS})]
+    joined = join([replace(part, routing=experts) for part, experts in zip(parts, routing, strict=True)])
+    whole = collate(prompts, responses, {EOS})
+    for name in ("input_ids", "prompt_lengths", "response_mask", "truncated"):
+        assert torch.equal(getattr(joined, name), getattr(whole, name))
+    assert joined.routing.shape == (3, 6, 1, 2)
+    assert torch.equal(joined.routing[:2, :3], routing[0])
+    assert not joined.routing[:2, 3:].any()
+    assert torch.equal(joined.routing[2:], routing[1])
+    assert join(parts).routing is None
 
 
 def test_collate_lays_rows_out_from_the_left():
