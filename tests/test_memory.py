@@ -24,6 +24,7 @@ from halfmatch.config import Config, Lora, ModelShape, Training
 from halfmatch.config_files import load, validate
 from halfmatch.errors import UserError
 from halfmatch.precision import Precision
+from halfmatch.rl import scoring
 from halfmatch.rl.learner import Learner
 
 REPOSITORY = Path(__file__).parents[1]
@@ -187,6 +188,12 @@ def test_shards_are_a_rank_s_part() -> None:
     sharded = parts(shape(), training(ranks=4, shard_gradients=True), BF16)
     assert sharded["fp32 gradients"] == 4 * p / 4
     assert parts(shape(), training(), BF16, reference=True)["weights"] == 2 * alone["weights"]
+
+
+def test_logits_are_held_once_and_in_chunks_of_float32() -> None:
+    """128 tokens × 64 entries × 2 bytes; 2^24 float32 numbers a chunk, four copies."""
+    assert parts(shape(), training(), BF16)["logits, then their gradient"] == 128 * 64 * 2 + 4 * 4 * 2**24
+    assert scoring.CHUNK_ELEMENTS * 4 == memory.CHUNK_BYTES
 
 
 def test_a_sequence_longer_than_the_budget_is_a_micro_batch() -> None:

@@ -148,9 +148,9 @@ def training_parts(
         yield Part("fp32 gradients", "4 T / r", 4 * trained / r, False)
     yield Part("θ_0, in the first steps", "4 T / r, of the policy", 4 * adapted / r, True)
     yield _activations(shape, training, b)
-    logits = 2 * b * micro_batch_tokens(training) * shape.vocabulary
+    logits = b * micro_batch_tokens(training) * shape.vocabulary
     chunks = CHUNK_COPIES * CHUNK_BYTES
-    yield Part("logits and their gradient", "2 b t V + 0.25 GiB", logits + chunks, False)
+    yield Part("logits, then their gradient", "b t V + 0.25 GiB", logits + chunks, False)
 
 
 def micro_batch_tokens(training: Training) -> int:
@@ -214,9 +214,9 @@ def lines(config: Config) -> Iterator[str]:
         ("kept while sampling", "", [sum(part.bytes for part in parts if part.kept) for parts in tables.values()]),
         ("smallest GPU", _smallest_formula(config), [_smallest(config, shape, parts) for parts in tables.values()]),
     ]
-    yield f"  {'':<26}{''.join(f'{precision:>12}' for precision in tables)}"
+    yield f"  {'':<28}{''.join(f'{precision:>12}' for precision in tables)}"
     for part, formula, sizes in rows:
-        yield f"  {part:<26}{''.join(_column(size) for size in sizes)}  {formula}".rstrip()
+        yield f"  {part:<28}{''.join(_column(size) for size in sizes)}  {formula}".rstrip()
 
 
 def _found(parts: list[Part], name: str) -> float | None:
