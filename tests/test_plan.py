@@ -169,7 +169,7 @@ def _keys(values: Any, prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{key}"
 
 
-@pytest.mark.parametrize("name", (*PRESETS, "paper", "released"))
+@pytest.mark.parametrize("name", [*PRESETS, "paper", "released"])
 def test_presets_are_planned_and_fit_the_gpus_that_they_name(name: str) -> None:
     config = load([REPOSITORY / f"config/{name}.yaml"])
     text = plan(config, PAPER)
