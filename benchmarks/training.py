@@ -138,6 +138,7 @@ def by_halfmatch(work: Work, dtype: DType) -> tuple[float, float]:
             learning_rate=LEARNING_RATE,
             warmup_steps=0,
             micro_batch_tokens=work.micro_batch_tokens,
+            probe=False,  # there is no engine that could serve other weights
         ),
         precision=Precision.named(dtype),
         objective=OBJECTIVES["grpo"],
