@@ -10,6 +10,8 @@ rule model:
     benchmark:
         pipeline.benchmark("model", "{model}")
     threads: 1
+    resources:
+        gpu=min(pipeline.gpus(), 1),
     params:
         file=pipeline.file,
         config=pipeline.parameters("model"),

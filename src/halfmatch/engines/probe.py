@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 PROMPT_TOKENS = 160
 RESPONSE_TOKENS = 4
-REQUESTS = 4
+REQUESTS = 2
 
 # The other side: log-probs of given responses to given prompts at temperature 1, one array [tokens] a response.
 Score = Callable[[list[list[int]], list[list[int]]], Sequence[np.ndarray]]
