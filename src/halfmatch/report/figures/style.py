@@ -180,7 +180,8 @@ def render(drawing: Drawing) -> Rendered:
     figure.draw_without_rendering()
     figure.set_layout_engine(None)
     figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None}, facecolor="white")
-    figure.savefig(png, format="png", metadata={"Software": None}, facecolor="white")
+    # Text is a little wider at the dots of a PNG than in the layout: tight, so that long labels are not cut off.
+    figure.savefig(png, format="png", metadata={"Software": None}, facecolor="white", bbox_inches="tight")
     return Rendered(svg.getvalue().decode(), png.getvalue())
 
 
