@@ -20,6 +20,7 @@ from pydantic import BaseModel
 from halfmatch import jobs
 from halfmatch.config import Config
 from halfmatch.config_files import load, validate
+from halfmatch.config_models import ModelShape
 from halfmatch.errors import UserError
 from halfmatch.paths import Run
 from halfmatch.pipeline import Pipeline
@@ -34,6 +35,10 @@ pytestmark = pytest.mark.workflow
 # The tiny run with every optional section and step, so that every key is there and used.
 LAYER = """
 prompt: {template: chat}
+models: {large: {source: hub, id: org/large, revision: 0123456789abcdef0123456789abcdef01234567}}
+shapes:
+  large: {layers: 2, hidden_size: 8,
+    heads: 2, kv_heads: 2, head_dim: 4, intermediate_size: 8, experts: 2, vocabulary: 9}
 mismatch:
   models: [gain48]
   grid: [bf16, fp16]
@@ -45,13 +50,20 @@ training:
 evaluation: {precisions: [fp16], engines: [transformers, vllm, trainer]}
 """
 # Of sections that stand side by side under names, the one whose keys are changed.
-REPRESENTATIVES = {"problems": "heldout", "models": "gain48", "precisions": "fp16", "objective_settings": "grpo"}
+REPRESENTATIVES = {
+    "problems": "heldout",
+    "models": "gain48",
+    "precisions": "fp16",
+    "objective_settings": "grpo",
+    "shapes": "large",
+}
 # What cannot be changed without another key, together with that.
 TOGETHER: Mapping[str, Mapping[str, Any]] = {
     "problems.heldout.source": {"source": "hub", "id": "org/name", "revision": 40 * "0"},
     "models.gain48.source": {"source": "hub", "id": "org/name", "revision": 40 * "0"},
     "precisions.fp16.loss_scaling.min_scale": {"min_scale": 2.0},
     "training.nodes": {"nodes": 2, "ranks": 2},
+    "training.shard_gradients": {"shard_gradients": True, "ranks": 2},
 }
 # Only one value is valid here: a precision is called by its dtype, shapes fit those that weights start from, and a
 # nucleus would bias ratios.
@@ -63,8 +75,15 @@ FIXED = {
     "training.sampling.top_p",
     *(f"models.gain48.bootstrap.{key}" for key in ("layers", "hidden_size", "heads", "kv_heads", "intermediate_size")),
 }
-# What changes no result: how many processes grade, where vLLM runs and how much memory it takes.
-NO_RESULT = {"grading.workers", "engine.data_parallel", "engine.gpu_memory", "engine.server"}
+# What changes no result: how many processes grade, where vLLM runs and how much memory it takes, and what is told of
+# models that are not here, for a plan.
+NO_RESULT = {
+    "grading.workers",
+    "engine.data_parallel",
+    "engine.gpu_memory",
+    "engine.server",
+    *(f"shapes.large.{key}" for key in ModelShape.model_fields),
+}
 # Keys that say what a step reads, with the beginning of the names of the jobs that then read something else.
 READS: Mapping[str, tuple[str, ...]] = {
     "solvability.model": ("solvability/", "train/", "evaluate/initial_"),
