@@ -55,10 +55,10 @@ def test_no_code_of_a_model_is_ever_trusted() -> None:
 
 def test_no_pickle_is_ever_loaded() -> None:
     calls = [(source.name, call) for source in SOURCES for call in _calls(source)]
-    loads = [call for _, call in calls if _name(call) == "torch.load"]
-    assert loads
-    assert all(_settings(call)["weights_only"] is True for call in loads)
-    forbidden = {"pickle.load", "pickle.loads", "joblib.load", "numpy.load", "np.load", "eval", "exec", "os.system"}
+    assert len(calls) > 1000
+    forbidden = {"eval", "exec", "os.system"} | {
+        f"{module}.load" for module in ("torch", "pickle", "joblib", "numpy", "np")
+    }
     assert [(name, _name(call)) for name, call in calls if _name(call) in forbidden] == []
 
 

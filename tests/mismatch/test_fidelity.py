@@ -94,8 +94,9 @@ WEIGHTS = {
 def test_without_mismatch_in_the_same_precision_every_gradient_is_the_reference():
     model = TwoTokens()
     groups = random_groups(model, mismatch=0.0)
-    result = run(model, deepcopy(model), groups, names=tuple(OBJECTIVES))
-    for name in OBJECTIVES:
+    names = tuple(name for name in OBJECTIVES if name not in ("ppo", "dpo"))  # which need more than rollouts
+    result = run(model, deepcopy(model), groups, names=names)
+    for name in names:
         assert list(result["objectives"][name]["cosine"].values()) == pytest.approx([1, 1, 1], abs=1e-5), name
         assert list(result["objectives"][name]["norm_ratio"].values()) == pytest.approx([1, 1, 1], abs=1e-3), name
     assert result["objectives"]["pg-seq-is"]["statistics"]["weight_raw_mean"] == pytest.approx(1, abs=1e-5)
