@@ -6,7 +6,7 @@ and the shards are the masters (halfmatch.precision.sharding).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -72,7 +72,10 @@ class Learner:
             from halfmatch.models.lora import add_adapter  # needs peft, which is not installed everywhere
 
             add_adapter(model, lora, seed)
-        initial = {name: weight.detach().clone() for name, weight in model.named_parameters() if weight.requires_grad}
+        initial = {}  # float32 weights for the masters; of a sharded model the shards are that
+        if ranks.mesh is None:
+            trained = ((name, weight) for name, weight in model.named_parameters() if weight.requires_grad)
+            initial = {name: weight.detach().clone() for name, weight in trained}
         if settings.activation_checkpointing:
             for block in blocks(model):
                 block.forward = partial(checkpoint, block.forward, use_reentrant=False)
@@ -91,8 +94,8 @@ class Learner:
             fused=True,
         )
         self.scaler = LossScaler(precision.loss_scaling) if precision.loss_scaling else None
-        # θ_0, for as long as somebody looks at how far the weights have moved.
-        self.initial = {name: weight.clone() for name, weight in self.masters.tensors().items()}
+        # This rank's part of θ_0, on the CPU, for as long as somebody looks at how far the weights have moved.
+        self.initial = {name: _local(weight).clone() for name, weight in self.masters.tensors().items()}
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and whole float32 weights of the model as it was given here; with an adapter, merged into them."""
@@ -158,8 +161,13 @@ class Learner:
 
     def change(self) -> float:
         """|θ − θ_0| / |θ_0| of the masters."""
-        start, now = list(self.initial.values()), list(self.masters.tensors().values())
-        return (_norm(torch._foreach_sub(now, start)) / _norm(start)).item()
+        start, now = list(self.initial.values()), list(map(_local, self.masters.tensors().values()))
+        norms = torch.stack(
+            [torch.nn.utils.get_total_norm(part) for part in (torch._foreach_sub(now, start), tuple(start))]
+        )
+        if self.ranks.size > 1:  # every rank has rows of its own
+            norms = self.ranks.sum(norms.square()).sqrt()
+        return (norms[0] / norms[1]).item()
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Masters and moments by name, to be stored or filled: zeros where the optimizer has not stepped yet."""
@@ -186,6 +194,6 @@ class Learner:
         self.masters.round_into_model()
 
 
-def _norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    norm = torch.nn.utils.get_total_norm(tensors)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+def _local(weight: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a weight, on the CPU."""
+    return (weight.to_local() if isinstance(weight, DTensor) else weight).cpu()
