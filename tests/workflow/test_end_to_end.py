@@ -197,5 +197,6 @@ def wait_for(condition: Callable[[], object], process: subprocess.Popen[bytes]) 
 
 def training_processes(leader: int) -> list[int]:
     """The processes of a session that run `halfmatch train`."""
-    listed = subprocess.run(["ps", "-ww", "-s", str(leader), "-o", "pid=,args="], capture_output=True, text=True, check=True)
+    listing = ["ps", "-ww", "-s", str(leader), "-o", "pid=,args="]  # in full width, however long the paths
+    listed = subprocess.run(listing, capture_output=True, text=True, check=True)
     return [int(line.split()[0]) for line in listed.stdout.splitlines() if "halfmatch train" in line]

@@ -70,7 +70,8 @@ def kills(finished: Checkout) -> Iterator[Kill]:
 
 def processes(leader: int, step: str) -> list[int]:
     """The processes of a session that run a step."""
-    listed = subprocess.run(["ps", "-s", str(leader), "-o", "pid=,args="], capture_output=True, text=True, check=True)
+    listing = ["ps", "-ww", "-s", str(leader), "-o", "pid=,args="]  # in full width, however long the paths
+    listed = subprocess.run(listing, capture_output=True, text=True, check=True)
     return [int(line.split()[0]) for line in listed.stdout.splitlines() if f"halfmatch {step} " in line]
 
 
