@@ -5,6 +5,11 @@ rule train:
         model=pipeline.paths.of("model", model=pipeline.config.solvability.model),
         code=pipeline.code("train"),
     output:
+        **(
+            {"weights": directory(pipeline.pattern("trained_weights"))}
+            if pipeline.keeps_weights
+            else {}
+        ),
         log=pipeline.pattern("training_log"),
         curves=pipeline.pattern("training_curves"),
         model=directory(pipeline.pattern("trained")),

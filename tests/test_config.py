@@ -264,6 +264,25 @@ def test_what_no_objective_uses_is_refused(values: dict[str, Any], path: str, re
     assert remedy in line
 
 
+@pytest.mark.parametrize(
+    ("values", "remedy"),
+    [
+        ({"training": {"iterations": 9, "keep_weights_every": 10}}, "10 is more than training.iterations, 9"),
+        ({"training": {"keep_weights_every": 10}, "evaluation": None}, "without the section evaluation"),
+    ],
+)
+def test_weights_that_nothing_would_be_kept_of_or_read_are_refused(values: dict[str, Any], remedy: str) -> None:
+    (line,) = complaints(values)
+    assert line.startswith("training.keep_weights_every: ")
+    assert remedy in line
+
+
+def test_the_last_weights_alone_may_be_kept() -> None:
+    training = validate({"training": {"iterations": 9, "keep_weights_every": 9}}, "").training
+    assert training is not None
+    assert training.keep_weights_every == 9
+
+
 def test_what_an_objective_uses_is_read() -> None:
     training = {"objectives": ["ppo", "dapo"], "critic_learning_rate": 1e-5, "sampling_rounds": 3}
     training |= {"objective_settings": {"ppo": {"gae_lambda": 1, "value_clip": float("inf")}}}

@@ -226,6 +226,12 @@ class Training(Section):
     )
     checkpoint_every: int = Field(10, ge=1, le=1_000_000, description="iterations between checkpoints")
     keep_checkpoints: int = Field(2, ge=1, le=1_000_000, description="checkpoints that stay on disk")
+    keep_weights_every: int | None = Field(
+        None,
+        ge=1,
+        le=1_000_000,
+        description="keep the weights after every so many iterations, and validate them; null for the last ones alone",
+    )
     max_skip_share: float = Field(0.5, gt=0, le=1, description="stop when more than this share of 50 steps overflowed")
     on_collapse: Literal["warn", "stop"] = Field("warn", description="what to do when a collapse monitor fires")
 

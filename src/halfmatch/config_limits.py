@@ -21,7 +21,10 @@ SAMPLING_ROUNDS = 10  # the default of training.sampling_rounds
 
 def unusable(config: Config) -> list[str]:
     """Everything that could not be run as it stands, or would be silently ignored."""
-    checks = (_unusable_engines, _unusable_ranks, _unusable_routing, _unusable_values, _unusable_methods)
+    checks = (
+        *(_unusable_engines, _unusable_ranks, _unusable_routing, _unusable_values, _unusable_methods),
+        _unusable_kept_weights,
+    )
     return [*_unusable_output(config.output), *(complaint for check in checks for complaint in check(config))]
 
 
@@ -91,6 +94,16 @@ def _unusable_values(config: Config) -> Iterator[str]:
         yield f"training.adam_betas: {list(config.training.adam_betas)} must be below 1, else nothing is ever learned"
     if config.evaluation and len(set(config.evaluation.k)) < len(config.evaluation.k):
         yield f"evaluation.k: a number stands twice in {list(config.evaluation.k)}"
+
+
+def _unusable_kept_weights(config: Config) -> Iterator[str]:
+    """Weights along the training that none would be of, or that nothing would read."""
+    if config.training is None or (every := config.training.keep_weights_every) is None:
+        return
+    if every > config.training.iterations:
+        yield f"training.keep_weights_every: {every} is more than training.iterations, {config.training.iterations}"
+    if config.evaluation is None:
+        yield "training.keep_weights_every: nothing reads them without the section evaluation; add it, or remove this"
 
 
 def _unusable_methods(config: Config) -> Iterator[str]:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # {step}: a step of the pipeline. {job}: a step and its wildcards. {problems}, {model}: names in the configuration.
-# {rollout}, {train}: names of precisions. {run}: Run.name below, or "initial" for the untrained model.
+# {rollout}, {train}: names of precisions. {run}: Run.name below, or "initial" for the untrained model. {iteration}: how
+# many there were, in eight digits.
 LAYOUT: dict[str, str] = {
     "code": "code/{step}.sha256",
     "problems": "problems/{problems}.parquet",
@@ -23,6 +24,8 @@ LAYOUT: dict[str, str] = {
     "training_log": "train/{run}/log.parquet",
     "training_curves": "train/{run}/log.csv",
     "trained": "train/{run}/model",
+    "trained_weights": "trained_weights/{run}",
+    "weights_of_iteration": "trained_weights/{run}/iteration-{iteration}",
     "checkpoints": "checkpoints/{run}",
     "responses": "checkpoints/responses/{job}",
     "evaluation": "evaluation/{run}/{problems}/{engine}-{rollout}.parquet",

@@ -122,6 +122,11 @@ class Pipeline:
         engine = self.config.engine
         return engine.tensor_parallel * engine.data_parallel if engine.device == "cuda" else 0
 
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether training runs leave their weights along the way."""
+        return self.config.training is not None and self.config.training.keep_weights_every is not None
+
     def training_resources(self) -> dict[str, int | str]:
         """What a training run asks for: GPUs, and where it is spread over nodes, as many on each of them."""
         training, on_gpus = self.config.training, self.config.engine.device == "cuda"

@@ -86,7 +86,7 @@ def _stages(config: Config) -> Iterator[tuple[str, Stage]]:
     report_on = ["mismatch"]
     if config.training:
         report_on.append("train")
-        yield "train", _train(start)
+        yield "train", _train(start, keeps_weights=config.training.keep_weights_every is not None)
     if config.evaluation:
         report_on.append("evaluation")
         yield from _evaluations(config, config.evaluation)
@@ -118,9 +118,9 @@ _RUN_CELLS: Mapping[str, Any] = {
 _RUN_NAME = "${item.precision}_${item.objective}_seed${item.seed}"
 
 
-def _train(start: str) -> Stage:
+def _train(start: str, *, keeps_weights: bool) -> Stage:
     reads = [_path("perfectible"), _path("model", model=start)]
-    writes = ["training_log", "training_curves", "trained"]
+    writes = ["training_log", "training_curves", "trained", *(["trained_weights"] if keeps_weights else [])]
     names = {"precision": "${item.precision}", "objective": "${item.objective}", "run": _RUN_NAME}
     return _stage("train", writes, reads, _RUN_CELLS, **names)
 

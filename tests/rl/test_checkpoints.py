@@ -83,7 +83,7 @@ def test_a_write_that_fails_is_told_and_leaves_the_checkpoint_before(store, monk
     def fail(path):
         raise OSError("the disk is full")
 
-    monkeypatch.setattr(checkpoints, "_sync", fail)
+    monkeypatch.setattr(checkpoints, "sync", fail)
     store.save(20, {}, WEIGHTS)
     with pytest.raises(OSError, match="the disk is full"):
         store.wait()

@@ -36,7 +36,7 @@ def settings(output, **training):
         "engine": {"slots": 8},
         "solvability": {"model": "tiny", "problems": "few"},
         "mismatch": {"models": ["tiny"], "problems": ["few"], "gradient_fidelity": {"objectives": ["pg"]}},
-        "evaluation": None,
+        "evaluation": {"benchmarks": ["few"]} if training.get("keep_weights_every") else None,
         "training": {
             "objectives": ["grpo"],
             "seeds": [0],
@@ -282,9 +282,97 @@ def test_long_prompts_are_left_out_counted_and_named(prepare, quick_grader, capl
 
 def outputs(paths):
     """Every byte that the step leaves for others."""
-    model = paths.of("trained", run=RUN)
-    files = [paths.of("training_log", run=RUN), paths.of("training_curves", run=RUN), *sorted(model.iterdir())]
-    return {file.name: file.read_bytes() for file in files}
+    folders = paths.of("trained", run=RUN).parent, paths.of("trained_weights", run=RUN)
+    files = (file for folder in folders for file in folder.rglob("*") if file.is_file())
+    return {file.relative_to(paths.root).as_posix(): file.read_bytes() for file in files}
+
+
+# ------------------------------------------------------------------------------------------- weights along the training
+def kept(paths):
+    return sorted(path.name for path in paths.of("trained_weights", run=RUN).iterdir())
+
+
+@pytest.fixture
+def along(prepare):
+    """A run of five iterations whose weights are kept after every second."""
+
+    def make(name="results", **training):
+        defaults = {"iterations": 5, "keep_weights_every": 2, "checkpoint_every": 3, "keep_checkpoints": 9}
+        return prepare(name, **{**defaults, **training})
+
+    return make
+
+
+def test_weights_along_the_training_are_those_of_its_checkpoints_and_change_nothing(along, quick_grader, tmp_path):
+    config, paths = along(checkpoint_every=1)
+    train.run(config, run=RUN)
+    assert kept(paths) == ["iteration-00000002", "iteration-00000004"]
+    for iteration in (2, 4):
+        export(config, RUN, iteration, tmp_path / str(iteration))
+        folder = paths.of("weights_of_iteration", run=RUN, iteration=f"{iteration:08d}")
+        assert models.digest(folder) == models.digest(tmp_path / str(iteration))
+        assert {file.name for file in folder.iterdir()} == {
+            file.name for file in paths.of("trained", run=RUN).iterdir()
+        }
+
+    plain, plain_paths = along("plain", keep_weights_every=None)
+    train.run(plain, run=RUN)
+    assert not plain_paths.of("trained_weights", run=RUN).exists()
+    log, plain_log = (artifacts.read(one.of("training_log", run=RUN), "training_log") for one in (paths, plain_paths))
+    assert log.equals(plain_log)
+    assert models.digest(paths.of("trained", run=RUN)) == models.digest(plain_paths.of("trained", run=RUN))
+
+
+def test_a_key_that_is_not_set_is_no_part_of_what_a_run_was_of(along):
+    config, _ = along(keep_weights_every=None)
+    assert "training.keep_weights_every" not in steps.parameters(config, "train", run=RUN)
+    assert steps.parameters(along("other")[0], "train", run=RUN)["training.keep_weights_every"] == 2
+
+
+@pytest.mark.parametrize("dies_in", [3, 4, 5])
+def test_a_run_that_was_killed_leaves_the_same_weights_along_its_way(along, quick_grader, monkeypatch, dies_in):
+    """Before its first checkpoint and after it; what the tools remove of a killed job's results is removed."""
+    whole, whole_paths = along("whole")
+    train.run(whole, run=RUN)
+    config, paths = along("killed")
+    original, begun = train.Trainer.iteration, []
+
+    def dies(self):
+        begun.append(1)
+        if len(begun) == dies_in:
+            raise KeyboardInterrupt
+        return original(self)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(train.Trainer, "iteration", dies)
+        with pytest.raises(KeyboardInterrupt):
+            train.run(config, run=RUN)
+    assert not paths.of("trained_weights", run=RUN).exists()
+    train.run(config, run=RUN)
+    assert outputs(paths) == outputs(whole_paths)
+    assert len(kept(paths)) == 2
+
+
+def test_weights_of_a_finished_run_are_there_again_without_training(along, quick_grader, monkeypatch):
+    config, paths = along()
+    train.run(config, run=RUN)
+    before = outputs(paths)
+    shutil.rmtree(paths.of("trained_weights", run=RUN))
+    monkeypatch.setattr(train.Trainer, "iteration", lambda self: pytest.fail("trained again"))
+    train.run(config, run=RUN)
+    assert outputs(paths) == before
+    train.run(Config.model_validate(settings(paths.root, iterations=5, keep_weights_every=4)), run=RUN)
+    assert kept(paths) == ["iteration-00000004"]
+
+
+def test_weights_that_a_finished_run_did_not_keep_are_trained_for_again(along, quick_grader):
+    config, paths = along(keep_weights_every=None)
+    train.run(config, run=RUN)
+    train.run(Config.model_validate(settings(paths.root, iterations=5, keep_weights_every=1)), run=RUN)
+    assert kept(paths) == [f"iteration-{done:08d}" for done in range(1, 6)]
+    again, again_paths = along("again", keep_weights_every=1)
+    train.run(again, run=RUN)
+    assert outputs(paths) == outputs(again_paths)
 
 
 # ------------------------------------------------------------------------------------------------------------- scores
@@ -347,7 +435,7 @@ def command_line(config_file):
 
 @pytest.mark.slow
 def test_a_run_killed_with_9_again_and_again_ends_in_the_same_bytes(prepare, tmp_path):
-    training = {"iterations": 12, "checkpoint_every": 2}
+    training = {"iterations": 12, "checkpoint_every": 2, "keep_weights_every": 3}
     whole, whole_paths = prepare("whole", **training)
     train.run(whole, run=RUN)
     rewards = artifacts.read(whole_paths.of("training_log", run=RUN), "training_log")["reward"].to_pylist()
@@ -386,12 +474,15 @@ def test_two_ranks_train_like_one_and_go_on_from_its_checkpoint(prepare, tmp_pat
 
     first = run_on(alone)
     _, many = prepare("many")
-    rows = run_on(many, ranks=2)
+    rows = run_on(many, ranks=2, keep_weights_every=3)
     assert len(rows) == len(first) == 6
     assert rows[0]["k3"] == pytest.approx(first[0]["k3"], rel=1e-3)
     assert rows[0]["loss"] == pytest.approx(first[0]["loss"], abs=1e-5)
     assert rows[0]["gradient_norm"] == pytest.approx(first[0]["gradient_norm"], rel=0.02)
     assert models.load_config(many.of("trained", run=RUN)).vocab_size == 20
+    assert kept(many) == ["iteration-00000003"]  # the last ones, written once more
+    last = many.of("weights_of_iteration", run=RUN, iteration="00000003")
+    assert models.digest(last) == models.digest(many.of("trained", run=RUN))
 
     longer = run_on(alone, ranks=2, iterations=5)
     assert longer[:6] == first

@@ -67,8 +67,10 @@ class ServerEngine:
         }
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """A server has the weights that it was started with: it samples and evaluates, and cannot be trained."""
-        raise UserError("engine.server: a server's weights cannot be replaced; leave engine.server out to train")
+        """A server has the weights that it was started with: it samples and evaluates them, and takes no others."""
+        raise UserError(
+            "engine.server: a server's weights cannot be replaced; leave engine.server out to train and to validate"
+        )
 
     def generate(
         self,

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import random
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from halfmatch.errors import UserError
+from halfmatch.rl.kept_weights import KeptWeights, iteration_name, iterations_of, sync
 from halfmatch.rl.ranks import ALONE, Ranks
 
 STATE = "state.json"
@@ -74,11 +74,21 @@ class Checkpoints:
 
     `course` says what the run's course depends on: a digest of its settings, of its code, and so on, by what they are
     of. What an unfinished run of another course has left is refused: going on from it would mix two runs, and removing
-    it is not ours to decide. What a finished run has left is replaced.
+    it is not ours to decide. What a finished run has left is replaced. `kept`: weights that the run leaves along its
+    way; a checkpoint that comes after some that are not there is of another course.
     """
 
-    def __init__(self, folder: Path, *, course: Mapping[str, str], keep: int, ranks: Ranks = ALONE):
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        course: Mapping[str, str],
+        keep: int,
+        ranks: Ranks = ALONE,
+        kept: KeptWeights | None = None,
+    ):
         self.folder = folder
+        self.kept = kept
         self.course = dict(course)
         self.keep = keep
         self.ranks = ranks
@@ -133,15 +143,27 @@ class Checkpoints:
         Restores the random number generators of torch, NumPy and Python, and removes what a killed write has left.
         """
         if self.ranks.first:
-            for part in self.folder.glob(".iteration-*.part"):
+            for part in list(self.folder.rglob(".iteration-*.part")):
                 shutil.rmtree(part)
         self.ranks.wait()
+        found = self._latest(iterations)
+        if found is None and self.kept and self.ranks.first:
+            self.kept.remove()
+        return found
+
+    def _latest(self, iterations: int) -> Checkpoint | None:
         for path in reversed(self._paths()):
-            content = _read(path)
-            if content["course"] != self.course:
-                self._replace(path, content)
+            content, done = _read(path), iterations_of(path)
+            course = content["course"]
+            differing = [
+                name for name in sorted(course.keys() | self.course) if course.get(name) != self.course.get(name)
+            ]
+            if self.kept and done <= iterations and not self.kept.are_whole(done):
+                differing.append("weights kept (training.keep_weights_every)")
+            if differing:
+                self._replace(path, differing, finished=content["finished"])
                 return None
-            if (done := _iterations(path)) <= iterations:
+            if done <= iterations:
                 # A rank that the run had not when this was written goes on from the first one's random numbers.
                 own = path / _random_file(self.ranks.rank)
                 restore_random_state(_read_json(own if own.exists() else path / _random_file(0)))
@@ -178,11 +200,11 @@ class Checkpoints:
             done.result()
             if self.ranks.first:
                 for file in part.glob("*.json"):
-                    _sync(file)
-                _sync(part)
+                    sync(file)
+                sync(part)
                 shutil.rmtree(path, ignore_errors=True)
                 part.rename(path)
-                _sync(self.folder)
+                sync(self.folder)
                 for old in [old for old in self._paths() if old <= path][: -self.keep]:
                     shutil.rmtree(old)
         except BaseException as error:
@@ -190,12 +212,9 @@ class Checkpoints:
         else:
             self._written.set_result(None)
 
-    def _replace(self, path: Path, content: Mapping[str, Any]) -> None:
-        if not content["finished"]:
-            course = content["course"]
-            differing = [
-                name for name in sorted(course.keys() | self.course) if course.get(name) != self.course.get(name)
-            ]
+    def _replace(self, path: Path, differing: Sequence[str], *, finished: bool) -> None:
+        """Remove what a finished run of another course has left; refuse to where it is unfinished."""
+        if not finished:
             raise UserError(
                 f"{path}: the checkpoint of an unfinished run with other {', '.join(differing)}. Restore what it was "
                 f"run with to go on from it, or remove {self.folder} to start afresh"
@@ -207,7 +226,7 @@ class Checkpoints:
         self.ranks.wait()
 
     def _path(self, iterations: int) -> Path:
-        return self.folder / f"iteration-{iterations:08d}"
+        return self.folder / iteration_name(iterations)
 
     def _paths(self) -> list[Path]:
         return sorted(self.folder.glob("iteration-*"))
@@ -230,21 +249,8 @@ def _read_json(file: Path) -> Any:
         ) from None
 
 
-def _iterations(path: Path) -> int:
-    return int(path.name.removeprefix("iteration-"))
-
-
 def _random_file(rank: int) -> str:
     return f"random-{rank}.json"
-
-
-def _sync(path: Path) -> None:
-    """Have the disk hold what was written to a file or folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def random_state() -> dict[str, Any]:

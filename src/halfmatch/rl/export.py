@@ -12,6 +12,7 @@ from halfmatch.errors import UserError
 from halfmatch.models.folder import staged
 from halfmatch.paths import Paths, Run
 from halfmatch.rl.checkpoints import Checkpoint
+from halfmatch.rl.kept_weights import iteration_name, iterations_of
 from halfmatch.rl.learner import Learner
 from halfmatch.steps.train import save_trained
 
@@ -43,8 +44,8 @@ def _checkpoint(folder: Path, iteration: int | None) -> Path:
         raise UserError(f"{folder}: no checkpoint is there; train the run first")
     if iteration is None:
         return stored[-1]
-    wanted = folder / f"iteration-{iteration:08d}"
+    wanted = folder / iteration_name(iteration)
     if wanted not in stored:
-        kept = ", ".join(str(int(path.name.removeprefix("iteration-"))) for path in stored)
+        kept = ", ".join(str(iterations_of(path)) for path in stored)
         raise UserError(f"{folder}: no checkpoint of iteration {iteration}; there are those of {kept}")
     return wanted

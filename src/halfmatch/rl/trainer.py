@@ -131,6 +131,10 @@ class Trainer:
                 seconds.append(self.timings[-1])
                 self._seconds.clear()
                 self.iterations += 1
+                if checkpoints.kept and checkpoints.kept.is_due(self.iterations):
+                    weights = self.trained_weights()
+                    if self.ranks.first:
+                        checkpoints.kept.add(self.iterations, weights)
                 finished = self.ended or self.iterations == self.settings.iterations
                 if finished or self.iterations % self.settings.checkpoint_every == 0:
                     checkpoints.save(self.iterations, self.state(), self.tensors(), finished=finished)

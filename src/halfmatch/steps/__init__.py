@@ -26,6 +26,8 @@ _GRADING_PACKAGES = ("math-verify", "latex2sympy2_extended", "sympy")
 _PROMPT = ("prompt", "grading.rule", "grading.timeout_s")
 _ENGINE = ("engine.slots", "engine.device", "engine.tensor_parallel")
 _INTERVALS = ("report.confidence", "report.bootstrap_samples")
+# Keys that change nothing while they are null: results without them are those of before there were such keys.
+_WHERE_SET = ("training.keep_weights_every",)
 _MEASURED = ("model", "problems", "engine", "rollout", "train")
 
 
@@ -131,6 +133,7 @@ STEPS: Mapping[str, Step] = {
             "training.critic_learning_rate",
             "training.max_skip_share",
             "training.on_collapse",
+            "training.keep_weights_every",
         ),
         (*_MODEL_PACKAGES, *_GRADING_PACKAGES),
     ),
@@ -167,6 +170,8 @@ def parameters(config: Config, step: str, **wildcards: str) -> dict[str, Any]:
         value: Any = values
         for part in parts:
             value = value.get(part) if value is not None else None
+        if value is None and key in _WHERE_SET:
+            continue
         slice_[".".join(parts)] = value
     return slice_
 

@@ -20,6 +20,7 @@ from halfmatch.paths import Paths, Run
 from halfmatch.progress import Progress
 from halfmatch.rl import objectives
 from halfmatch.rl.checkpoints import Checkpoints
+from halfmatch.rl.kept_weights import KeptWeights
 from halfmatch.rl.ranks import join
 from halfmatch.rl.rollouts import Problem
 from halfmatch.rl.trainer import Trainer
@@ -31,12 +32,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Say how long a run is and on how many ranks it is computed, which may change on the way.
-HOW_FAR = ("training.iterations", "training.ranks", "training.nodes", "training.shard_gradients")
+# Say how long a run is, on how many ranks it is computed and what of it is kept, which may change on the way.
+HOW_FAR = (
+    *("training.iterations", "training.ranks", "training.nodes", "training.shard_gradients"),
+    "training.keep_weights_every",
+)
 
 
 def run(config: Config, *, run: str) -> None:
-    """Train from the latest checkpoint, or from the start; write the log, its curves and the trained model."""
+    """Train from the latest checkpoint, or from the start; write the log, its curves, the trained model, and where they
+    are kept the weights along the way."""
     torch.set_num_threads(1)
     settings, cell = config.training, Run.parse(run)
     if settings is None:
@@ -51,11 +56,17 @@ def run(config: Config, *, run: str) -> None:
 
     with ExitStack() as stack:
         ranks = stack.enter_context(join(settings.ranks, config.engine.device))
+        kept = KeptWeights(
+            paths.of("checkpoints", run=run) / "weights",
+            settings.keep_weights_every,
+            lambda weights, target: save_trained(weights, folder, target),
+        )
         checkpoints = Checkpoints(
             paths.of("checkpoints", run=run),
             course=course(config, "train", source, without=HOW_FAR, run=run),
             keep=settings.keep_checkpoints,
             ranks=ranks,
+            kept=kept,
         )
         stack.enter_context(checkpoints.sole_user())
         grading = config.grading
@@ -92,6 +103,8 @@ def run(config: Config, *, run: str) -> None:
         weights, adapter = trainer.trained_weights(), trainer.trained_adapter()
         if not ranks.first:
             return
+        if kept.every is not None:
+            kept.link(trainer.iterations, paths.of("trained_weights", run=run))
         source |= {"engine": dict(engine.description), "compute": precision.compute, "long_prompts": long}
 
     artifacts.write(paths.of("training_log", run=run), "training_log", rows, source)
