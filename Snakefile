@@ -55,6 +55,7 @@ localrules:
     mismatch_all,
     train_all,
     evaluate_all,
+    validate_all,
     record,
 
 
@@ -70,6 +71,7 @@ include: "rules/solvability.smk"
 include: "rules/mismatch.smk"
 include: "rules/train.smk"
 include: "rules/evaluate.smk"
+include: "rules/validate.smk"
 include: "rules/report.smk"
 include: "rules/targets.smk"
 

@@ -11,6 +11,7 @@ rule report:
         counts=pipeline.results("evaluate", "evaluation"),
         responses=pipeline.results("evaluate", "evaluated_responses"),
         evaluation=pipeline.results("evaluate"),
+        validation=pipeline.results("validate"),
         preset="config/paper.yaml",
         code=pipeline.code("report"),
     output:

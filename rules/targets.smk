@@ -31,6 +31,11 @@ rule evaluate_all:
         pipeline.results("evaluate"),
 
 
+rule validate_all:
+    input:
+        pipeline.results("validate"),
+
+
 # Writes what was made here into dvc.lock, so that `dvc repro` after a plain run of Snakemake does nothing.
 rule record:
     input:

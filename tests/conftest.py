@@ -126,6 +126,7 @@ training:
   samples_per_prompt: 2
   gradient_steps: 1
   sampling: {max_tokens: 12}
+  keep_weights_every: 1
 evaluation: {benchmarks: [all], samples: 2, k: [1], sampling: {max_tokens: 12}}
 report: {bootstrap_samples: 100}
 """

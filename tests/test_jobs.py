@@ -85,3 +85,17 @@ def test_what_is_traced_is_the_transformers_engine_in_each_precision() -> None:
 
 def test_gradient_fidelity_can_be_left_out() -> None:
     assert jobs.jobs(config(mismatch={"gradient_fidelity": {"enabled": False}}), "fidelity") == []
+
+
+def test_weights_along_a_run_are_one_job_wherever_it_is_deployed_and_none_where_they_are_not_kept() -> None:
+    training = {"precisions": ["bf16"], "objectives": ["grpo"], "seeds": [0, 1], "keep_weights_every": 20}
+    assert jobs.jobs(config(training={**training, "keep_weights_every": None}), "validate") == []
+    evaluation = {"benchmarks": ["train", "heldout"], "precisions": ["fp16", "fp32"]}
+    found = jobs.jobs(config(training=training, evaluation=evaluation), "validate")
+    assert [tuple(job.values()) for job in found] == [
+        (run, engine, precision)
+        for run in ("bf16_grpo_seed0", "bf16_grpo_seed1")
+        for engine, precision in (("transformers", "fp16"), ("transformers", "fp32"), ("trainer", "bf16"))
+    ]
+    own = jobs.jobs(config(training=training), "validate")
+    assert {job["rollout"] for job in own} == {"bf16"}

@@ -77,6 +77,22 @@ def test_dynamic_sampling_and_a_critic_count_at_most() -> None:
     assert row.bytes == size * (3 * 4 + 4 * 2 * 12)
 
 
+def test_weights_along_the_training_are_counted() -> None:
+    """3 sets a run of 10 iterations, 2 runs: validated in two engines, on 64 products and 16 of them held out."""
+    training = {"precisions": ["bf16", "fp16"], "objectives": ["grpo"], "seeds": [0], "iterations": 10}
+    evaluation = {"benchmarks": ["all", "heldout"], "samples": 3, "k": [1], "sampling": {"max_tokens": 10}}
+    before, after = (
+        {row.step: row for row in rows_of(config(training={**training, **more}, evaluation=evaluation))}
+        for more in ({}, {"keep_weights_every": 3})
+    )
+    size = parameter_count(Config(), Config().solvability.model)
+    assert size is not None
+    assert (before["train"].bytes or 0) + 2 * 3 * size * 4 == after["train"].bytes
+    assert "validate" not in before
+    row = after["validate"]
+    assert (row.jobs, row.responses, row.tokens) == (4, 4 * 3 * 80 * 3, 4 * 3 * 80 * 3 * 10)
+
+
 def test_every_pair_of_a_grid_is_scored() -> None:
     grid = {"models": ["gain16"], "samples": 5, "sampling": {"max_tokens": 10}, "grid": ["bf16", "fp16"]}
     sizes = {row.step: (row.jobs, row.responses, row.tokens) for row in rows_of(config(mismatch=grid))}

@@ -61,6 +61,11 @@ def test_metrics_lead_back_to_the_generator_and_the_first_model(run: Path) -> No
         f"evaluation/{RUN}/all/transformers-bf16.json",
         f"evaluation/{RUN}/all/transformers-bf16.parquet",
         "evaluation/initial/all/transformers-bf16.json",
+        f"trained_weights/{RUN}",
+        f"trained_weights/{RUN}/iteration-00000001",
+        f"trained_weights/{RUN}/iteration-00000001/model.safetensors",
+        f"validation/{RUN}/transformers-bf16.json",
+        f"validation/{RUN}/trainer-bf16.parquet",
         "problems/all.excluded.parquet",
         "solvability/shards/1-of-2.parquet",
         "report/headline.json",
@@ -77,14 +82,31 @@ def test_every_kind_of_artefact_leads_to_its_sources(artefact: str, run: Path) -
 
 def test_the_report_names_all_that_it_was_made_from(run: Path) -> None:
     text = trace(ROOT / "report/headline.json")
-    # four evaluations with their counts, scores and responses; one cell of the mismatch; a log; two sets of problems
-    assert "made from these 18 artefacts" in text
+    # four evaluations with their counts, scores and responses; two validations; one cell of the mismatch; a log; two
+    # sets of problems
+    assert "made from these 20 artefacts" in text
     for path in (METRICS, ROOT / f"train/{RUN}/log.parquet", ROOT / "solvability/perfectible.parquet"):
         assert str(path) in text
 
 
 def test_a_trained_model_s_weights_are_an_input_of_its_evaluation(run: Path) -> None:
     assert f"{ROOT}/train/{RUN}/model" in trace(ROOT / f"evaluation/{RUN}/all/transformers-bf16.json")
+
+
+def test_weights_along_a_training_are_inputs_of_its_validation(run: Path) -> None:
+    path, metrics = ROOT / f"trained_weights/{RUN}/iteration-00000001", ROOT / f"validation/{RUN}/trainer-bf16.json"
+    lines = [line.lstrip(" │├└─") for line in trace(metrics).splitlines()]
+    assert str(path) in lines
+    assert str(ROOT / "problems/all.parquet") in lines
+    shutil.rmtree(path)
+    (ROOT / "problems/all.parquet").unlink()
+    text = trace(metrics)
+    assert f"{ROOT}/train/{RUN}/model" in text  # the same weights, after the last iteration
+    shutil.rmtree(ROOT / f"train/{RUN}/model")
+    text = trace(metrics)
+    assert f"{path}: digest " in text
+    assert f"{ROOT / 'problems/all.parquet'}: digest " in text
+    assert text.count("GONE") == 2
 
 
 def test_an_input_that_changed_since_is_named_with_what_to_run(run: Path) -> None:

@@ -68,6 +68,12 @@ _COMPLETION = (
     ("finish_reason", pa.string()),
     ("verdict", pa.string(), True),
 )
+_TALLY = (
+    ("problem_id", pa.string()),
+    *((name, pa.int32()) for name in ("samples", "correct", "wrong", "truncated", "timeout", "unparseable")),
+    ("wrong_votes", _COUNTS),
+    ("mean_tokens", pa.float64()),
+)
 
 TABLES: Mapping[str, Table] = {
     # problem_id: content hash of problem and answer
@@ -169,19 +175,11 @@ TABLES: Mapping[str, Table] = {
         ("step",),
     ),
     # per-problem counts of one evaluation; wrong_votes: how many samples gave each wrong answer, most first (for maj@k)
-    "evaluation": Table(
-        _schema(
-            ("problem_id", pa.string()),
-            ("samples", pa.int32()),
-            ("correct", pa.int32()),
-            ("wrong", pa.int32()),
-            ("truncated", pa.int32()),
-            ("timeout", pa.int32()),
-            ("unparseable", pa.int32()),
-            ("wrong_votes", _COUNTS),
-            ("mean_tokens", pa.float64()),
-        ),
-        ("problem_id",),
+    "evaluation": Table(_schema(*_TALLY), ("problem_id",)),
+    # the same along one training: after so many iterations, on a set of problems
+    "validation": Table(
+        _schema(("iteration", pa.int32()), ("problems", pa.string()), *_TALLY),
+        ("iteration", "problems", "problem_id"),
     ),
 }
 

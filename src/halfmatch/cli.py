@@ -26,6 +26,7 @@ _STEP_HELP = {
     "origin": "trace the mismatch to layers and operations, against float64",
     "train": "train one run of the matrix",
     "evaluate": "score one set of weights on one benchmark",
+    "validate": "score the weights that a run kept along its training, on every benchmark",
     "report": "figures, tables and the page",
 }
 _WILDCARD_HELP = {

@@ -19,6 +19,7 @@ from halfmatch.statistics import bootstrap_over_problems
 
 if TYPE_CHECKING:
     from halfmatch.grading import Verdict
+    from halfmatch.responses import Response
 
 
 _LABELS = ("correct", "wrong", "truncated", "timeout", "unparseable")
@@ -52,6 +53,19 @@ def tally(verdicts: Iterable[Verdict]) -> Tally:
         **{label: labels[label] for label in _LABELS},
         wrong_votes=tuple(sorted(votes.values(), reverse=True)),
     )
+
+
+def counts(responses: Sequence[Response]) -> tuple[dict[str, Any], Tally]:
+    """What became of the responses to one problem, at least one: as a row of the table of evaluations, and as such."""
+    found = tally(response.verdict for response in responses)
+    row = {
+        "problem_id": responses[0].problem_id,
+        "samples": found.samples,
+        **{label: getattr(found, label) for label in _LABELS},
+        "wrong_votes": found.wrong_votes,
+        "mean_tokens": sum(len(response.completion.token_ids) for response in responses) / len(responses),
+    }
+    return row, found
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:

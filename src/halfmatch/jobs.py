@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from halfmatch.config import Config
+from halfmatch.config import Config, Evaluation
 from halfmatch.paths import Run
 
 Job = dict[str, str]
@@ -101,8 +101,28 @@ def _evaluate(config: Config) -> list[Job]:
         {"run": run, "problems": problems, "engine": engine, "rollout": precision}
         for run, precisions in own.items()
         for problems in evaluation.benchmarks
+        for engine, precision in _deployments(evaluation, precisions)
+    ]
+
+
+def _validate(config: Config) -> list[Job]:
+    """One job a run, engine and precision starts the engine once, for all weights and benchmarks."""
+    if config.training is None or config.training.keep_weights_every is None or config.evaluation is None:
+        return []
+    return [
+        {"run": run.name, "engine": engine, "rollout": precision}
+        for run in runs(config)
+        for engine, precision in _deployments(config.evaluation, (run.precision,))
+    ]
+
+
+def _deployments(evaluation: Evaluation, own: Sequence[str]) -> list[tuple[str, str]]:
+    """Engines and the precisions that weights are deployed in: those listed, or else their own; by the trainer always
+    that."""
+    return [
+        (engine, precision)
         for engine in evaluation.engines
-        for precision in ((evaluation.precisions or precisions) if engine != TRAINER else precisions)
+        for precision in ((evaluation.precisions or own) if engine != TRAINER else own)
     ]
 
 
@@ -118,5 +138,6 @@ _JOBS: Mapping[str, Callable[[Config], list[Job]]] = {
     "origin": _origin,
     "train": lambda config: [{"run": run.name} for run in runs(config)],
     "evaluate": _evaluate,
+    "validate": _validate,
     "report": lambda config: [{}],
 }

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # {step}: a step of the pipeline. {job}: a step and its wildcards. {problems}, {model}: names in the configuration.
-# {rollout}, {train}: names of precisions. {run}: Run.name below, or "initial" for the untrained model. {iteration}: how
-# many there were, in eight digits.
+# {rollout}, {train}: names of precisions. {run}: Run.name below, or "initial" for the untrained model. {iteration}:
+# iteration_name below.
 LAYOUT: dict[str, str] = {
     "code": "code/{step}.sha256",
     "problems": "problems/{problems}.parquet",
@@ -25,12 +25,14 @@ LAYOUT: dict[str, str] = {
     "training_curves": "train/{run}/log.csv",
     "trained": "train/{run}/model",
     "trained_weights": "trained_weights/{run}",
-    "weights_of_iteration": "trained_weights/{run}/iteration-{iteration}",
+    "weights_of_iteration": "trained_weights/{run}/{iteration}",
     "checkpoints": "checkpoints/{run}",
     "responses": "checkpoints/responses/{job}",
     "evaluation": "evaluation/{run}/{problems}/{engine}-{rollout}.parquet",
     "evaluated_responses": "evaluation/{run}/{problems}/{engine}-{rollout}/responses.parquet",
     "evaluation_metrics": "evaluation/{run}/{problems}/{engine}-{rollout}.json",
+    "validation": "validation/{run}/{engine}-{rollout}.parquet",
+    "validation_metrics": "validation/{run}/{engine}-{rollout}.json",
     "report": "report/index.html",
     "headline": "report/headline.json",
     "figures": "report/figures",
@@ -54,6 +56,16 @@ class Run:
         """The inverse of `name`; names of precisions and objectives carry no underscore."""
         precision, objective, seed = name.split("_")
         return cls(precision, objective, int(seed.removeprefix("seed")))
+
+
+def iteration_name(iterations: int) -> str:
+    """What is called a folder of a run as it was after so many iterations: a checkpoint, or its weights."""
+    return f"iteration-{iterations:08d}"
+
+
+def iterations_of(path: Path) -> int:
+    """The inverse of `iteration_name`."""
+    return int(path.name.removeprefix("iteration-"))
 
 
 @dataclass(frozen=True)

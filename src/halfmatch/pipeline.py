@@ -32,6 +32,7 @@ _RESULT: Mapping[str, str] = {
     "origin": "origin",
     "train": "trained",
     "evaluate": "evaluation_metrics",
+    "validate": "validation_metrics",
     "report": "report",
 }
 
@@ -91,6 +92,11 @@ class Pipeline:
     def results(self, step: str, artefact: str | None = None) -> list[str]:
         """The files of all jobs of a step."""
         return [str(self.paths.of(artefact or _RESULT[step], **names)) for names in jobs.jobs(self.config, step)]
+
+    def benchmarks(self) -> list[str]:
+        """The problem sets that weights are evaluated on."""
+        evaluation = self.config.evaluation
+        return [str(self.paths.of("problems", problems=name)) for name in evaluation.benchmarks] if evaluation else []
 
     def source_file(self, kind: str, name: str) -> list[str]:
         """The local file or folder that a problem set or model is read from, if it is: an input like any other."""

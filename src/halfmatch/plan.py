@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from halfmatch import jobs, memory
-from halfmatch.config import Config, ProblemSource
+from halfmatch.config import Config, ProblemSource, Training
 from halfmatch.config_files import load
 from halfmatch.errors import UserError
 from halfmatch.paths import Paths
@@ -92,14 +92,24 @@ def rows_of(config: Config) -> Iterator[Row]:
         batch = training.prompts_per_iteration * training.samples_per_prompt
         responses = of_each * rounds * training.iterations * batch
         trained = sum(2 if objective.critic else 1 for objective in objectives)  # models a run, in its checkpoints
-        kept = count("train") * WEIGHT_BYTES + of_each * trained * training.keep_checkpoints * CHECKPOINT_BYTES
+        sets = 1 + kept_sets(training)
+        kept = count("train") * sets * WEIGHT_BYTES + of_each * trained * training.keep_checkpoints * CHECKPOINT_BYTES
         disk = _times(sizes[solvability.model], kept)
         yield Row("train", count("train"), responses, responses * training.sampling.max_tokens, disk)
     if evaluation := config.evaluation:
         per_set = {name: problem_count(config, name) for name in evaluation.benchmarks}
         responses_ = _sum(_times(per_set[job["problems"]], evaluation.samples) for job in jobs.jobs(config, "evaluate"))
         yield Row("evaluate", count("evaluate"), responses_, _times(responses_, evaluation.sampling.max_tokens))
+        if count("validate"):
+            of_set = _times(_sum(iter(per_set.values())), evaluation.samples)
+            responses_ = _times(of_set, count("validate") * kept_sets(config.training))
+            yield Row("validate", count("validate"), responses_, _times(responses_, evaluation.sampling.max_tokens))
     yield Row("report", count("report"))
+
+
+def kept_sets(training: Training | None) -> int:
+    """How many sets of weights a run leaves along its training."""
+    return training.iterations // training.keep_weights_every if training and training.keep_weights_every else 0
 
 
 def problem_count(config: Config, name: str) -> int | None:

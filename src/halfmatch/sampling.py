@@ -64,6 +64,12 @@ class Sampler:
         """What really sampled: engine, version, dtype."""
         return {"dtype": self._engine.dtype, "engine": dict(self._engine.description)}
 
+    def load_weights(self, folder: Path) -> None:
+        """Answer with the weights of another folder of the same model, given to the engine as a trainer gives them."""
+        import torch
+
+        self._engine.load_weights(models.load(folder, torch.float32).named_parameters())
+
     def responses(
         self, problems: pa.Table, samples: int, *, kept: KeptResponses, purpose: str, label: str
     ) -> Iterator[Response]:

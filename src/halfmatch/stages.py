@@ -90,6 +90,8 @@ def _stages(config: Config) -> Iterator[tuple[str, Stage]]:
     if config.evaluation:
         report_on.append("evaluation")
         yield from _evaluations(config, config.evaluation)
+    if jobs.jobs(config, "validate"):
+        report_on.append("validation")
     reads = [_path("excluded", problems=name) for name in jobs.problem_sets(config)]
     reads += [_path("perfectible"), *(f"${{output}}/{folder}" for folder in report_on), "config/paper.yaml"]
     yield "report", _stage("report", ["headline", "report", "figures"], reads)
@@ -146,17 +148,28 @@ def _evaluated_in(
     cells: dict[str, Any] = {**benchmarks, **(listed or {"rollout": trained_in})}
     weights = _path("model", model=config.solvability.model)
     yield f"evaluate-initial{suffix}", _evaluate(cells, jobs.INITIAL, weights, "${item.rollout}")
-    if config.training:
-        cells = {**_RUN_CELLS, **benchmarks, **listed}
-        weights = _path("trained", run=_RUN_NAME)
-        own = "${item.rollout}" if listed else "${item.precision}"
-        yield f"evaluate-trained{suffix}", _evaluate(cells, _RUN_NAME, weights, own)
+    if not config.training:
+        return
+    own = "${item.rollout}" if listed else "${item.precision}"
+    cells = {**_RUN_CELLS, **benchmarks, **listed}
+    yield f"evaluate-trained{suffix}", _evaluate(cells, _RUN_NAME, _path("trained", run=_RUN_NAME), own)
+    if config.training.keep_weights_every is not None:
+        yield f"validate{suffix}", _validate(config, {**_RUN_CELLS, "engine": engines, **listed}, own)
 
 
 def _evaluate(cells: Mapping[str, Any], run: str, weights: str, rollout: str) -> Stage:
     names = {"run": run, "problems": "${item.problems}", "engine": "${item.engine}", "rollout": rollout}
     reads = [_path("problems", problems=names["problems"]), weights]
     return _stage("evaluate", ["evaluation_metrics", "evaluation", "evaluated_responses"], reads, cells, **names)
+
+
+def _validate(config: Config, cells: Mapping[str, Any], rollout: str) -> Stage:
+    """Every benchmark is an input of each cell, and DVC takes no list for one: so they stand in it by name."""
+    assert config.evaluation is not None
+    reads = [_path("problems", problems=name) for name in config.evaluation.benchmarks]
+    reads += [_path("model", model=config.solvability.model), _path("trained_weights", run=_RUN_NAME)]
+    names = {"run": _RUN_NAME, "engine": "${item.engine}", "rollout": rollout}
+    return _stage("validate", ["validation_metrics", "validation"], reads, cells, **names)
 
 
 def _stage(

@@ -26,6 +26,8 @@ _SPOKEN_FOR = {
     "mismatch_curves": "mismatch",
     "training_curves": "training_log",
     "trained": "training_log",
+    "trained_weights": "training_log",
+    "weights_of_iteration": "training_log",
     "report": "headline",
     "figures": "headline",
 }
@@ -152,9 +154,9 @@ class Tracer:
 
     def _input(self, source: Mapping[str, Any], role: str, sha: str) -> Node:
         """An input by its digest: the artefact of these bytes, or what there is instead."""
-        if sha in self._by_digest:
-            return self.node(self._by_digest[sha])
-        expected = self._expected(source, role)
+        expected, same = self._expected(source, role), self._by_digest.get(sha, [])
+        if same:  # the weights after the last iteration are the trained model's too
+            return self.node(next((one for one in same if expected and one.path == expected.path), same[0]))
         title = f"{expected.path if expected else role}: digest {sha[:SHOWN_DIGITS]} when it was read, "
         if expected is None or not expected.path.exists():
             return Node(title + "and GONE: no artefact here has it")
@@ -167,6 +169,9 @@ class Tracer:
         kind = "shard" if "-of-" in role else role
         if kind == "shard":
             names = {"shard": role}
+        elif source["step"] == "validate" and kind != "model":
+            kind = "problems" if role.startswith("problems-") else "weights_of_iteration"
+            names |= {"problems": role.removeprefix("problems-"), "iteration": role}
         elif kind == "model" and names.get("run", jobs.INITIAL) != jobs.INITIAL and source["step"] == "evaluate":
             kind = "trained"
         elif kind in ("problems", "model"):
@@ -185,13 +190,17 @@ class Tracer:
         return Node(f"{path}", (*facts, state), nodes)
 
     @cached_property
-    def _by_digest(self) -> dict[str, Located]:
-        """Every artefact below the output folder that a step reads, by its digest."""
-        kinds = ("problems", "model", "shard", "perfectible", "rollouts", "scores", "trained")
+    def _by_digest(self) -> dict[str, list[Located]]:
+        """The artefacts below the output folder that steps read, by their digests."""
+        kinds = ("problems", "model", "shard", "perfectible", "rollouts", "scores", "trained", "weights_of_iteration")
         patterns = {kind: re.sub(r"{\w+}", "*", LAYOUT[kind]) for kind in kinds}
         found = [path for kind in kinds for path in sorted(self.root.glob(patterns[kind]))]
         located = [locate(path) for path in found if not path.name.startswith(".")]
-        return {artefact_digest(artefact.path): artefact for artefact in located if artefact.kind in kinds}
+        by_digest: dict[str, list[Located]] = {}
+        for artefact in located:
+            if artefact.kind in kinds:
+                by_digest.setdefault(artefact_digest(artefact.path), []).append(artefact)
+        return by_digest
 
 
 def _what_sampled(source: Mapping[str, Any]) -> Iterator[str]:

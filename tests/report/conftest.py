@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ SAMPLES = 4
 KL = {"gain16": 8e-4, "gain120": 3e-2}
 DTYPE = {"bf16": 1.0, "fp16": 1 / 60, "fp32": 1e-7}
 ENGINE = {"transformers": 1.0, "vllm": 1.5}
+VALIDATED = {"bf16": 0.3, "fp16": 0.6}  # at the end of a training
 COSINES = {"pg": (0.95, 0.9995), "pg-seq-is": (0.6, 0.99), "grpo-token-tis": (0.85, 0.999)}
 
 
@@ -58,6 +60,8 @@ def write_all(config: Config) -> None:
         write_run(config, run)
     for job in jobs.jobs(config, "evaluate"):
         write_evaluation(config, job)
+    for job in jobs.jobs(config, "validate"):
+        write_validation(config, job)
     write_perfectible(config)
     for name in jobs.problem_sets(config):
         path = Paths(Path(config.output)).of("excluded", problems=name)
@@ -267,6 +271,23 @@ def write_evaluation(config: Config, job: dict[str, str]) -> None:
     artifacts.write_json(paths.of("evaluation_metrics", **job), metrics, origin)
 
 
+def write_validation(config: Config, job: dict[str, str]) -> None:
+    """Scores that rise along the training, sooner in FP16, and by a hundredth more with every seed."""
+    assert config.training is not None
+    assert config.training.keep_weights_every is not None
+    assert config.evaluation is not None
+    run, every = Run.parse(job["run"]), config.training.keep_weights_every
+    content: dict[str, Any] = {"scores": {}, "not_finite": {}}
+    for benchmark in config.evaluation.benchmarks:
+        content["scores"][benchmark] = {
+            str(iteration): {"metrics": {"avg": {"value": score, "low": score - 0.05, "high": score + 0.04}}}
+            for iteration in range(every, config.training.iterations + 1, every)
+            for score in [VALIDATED[run.precision] * iteration / config.training.iterations + run.seed / 100]
+        }
+    path = Paths(Path(config.output)).of("validation_metrics", **job)
+    artifacts.write_json(path, content, source(config, "validate", **job))
+
+
 class Synthetic:
     """Writers of artefacts: of a whole run, or of one job."""
 
@@ -276,6 +297,7 @@ class Synthetic:
     origin = staticmethod(write_origin)
     training = staticmethod(write_run)
     evaluation = staticmethod(write_evaluation)
+    validation = staticmethod(write_validation)
     perfectible = staticmethod(write_perfectible)
 
 
@@ -296,6 +318,18 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Config:
 def results(finished: Config) -> Results:
     """All of it, read."""
     return collect(finished)
+
+
+@pytest.fixture(scope="session")
+def validated(finished: Config, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """The same with weights along the training: after 20, 40 and 60 iterations."""
+    root = tmp_path_factory.mktemp("validated")
+    shutil.copytree(finished.output, root, dirs_exist_ok=True)
+    training = finished.training.model_dump() | {"keep_weights_every": 20} if finished.training else None
+    config = make_config(root, training=training)
+    for job in jobs.jobs(config, "validate"):
+        write_validation(config, job)
+    return collect(config)
 
 
 @pytest.fixture(scope="session")

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfmatch.errors import UserError
+from halfmatch.paths import iteration_name, iterations_of
 from halfmatch.rl.checkpoints import Checkpoints
-from halfmatch.rl.kept_weights import KeptWeights, iteration_name, iterations_of
+from halfmatch.rl.kept_weights import KeptWeights
 
 COURSE = {"settings": "aaaa"}
 

@@ -16,8 +16,7 @@ from safetensors.torch import load_file
 from halfmatch import artifacts, models, steps
 from halfmatch.config import Config
 from halfmatch.errors import UserError
-from halfmatch.grading import Verdict
-from halfmatch.paths import Paths
+from halfmatch.paths import Paths, iteration_name
 from halfmatch.precision import Precision
 from halfmatch.rl.export import export
 from halfmatch.steps import course, scores, train
@@ -87,27 +86,6 @@ def prepare(tiny_model_folder, tmp_path):
         return config, paths
 
     return make
-
-
-class ParityGrader:
-    """Right where the response has an even number of letters: rewards that differ, without math-verify's start."""
-
-    def __init__(self, **settings):
-        pass
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        pass
-
-    def grade_many(self, items):
-        return [Verdict("wrong" if len(text) % 2 else "correct", text) for text, _, _ in items]
-
-
-@pytest.fixture
-def quick_grader(monkeypatch):
-    monkeypatch.setattr(train, "Grader", ParityGrader)
 
 
 def test_train_writes_log_curves_and_model(prepare, quick_grader):
@@ -309,7 +287,7 @@ def test_weights_along_the_training_are_those_of_its_checkpoints_and_change_noth
     assert kept(paths) == ["iteration-00000002", "iteration-00000004"]
     for iteration in (2, 4):
         export(config, RUN, iteration, tmp_path / str(iteration))
-        folder = paths.of("weights_of_iteration", run=RUN, iteration=f"{iteration:08d}")
+        folder = paths.of("weights_of_iteration", run=RUN, iteration=iteration_name(iteration))
         assert models.digest(folder) == models.digest(tmp_path / str(iteration))
         assert {file.name for file in folder.iterdir()} == {
             file.name for file in paths.of("trained", run=RUN).iterdir()
@@ -481,7 +459,7 @@ def test_two_ranks_train_like_one_and_go_on_from_its_checkpoint(prepare, tmp_pat
     assert rows[0]["gradient_norm"] == pytest.approx(first[0]["gradient_norm"], rel=0.02)
     assert models.load_config(many.of("trained", run=RUN)).vocab_size == 20
     assert kept(many) == ["iteration-00000003"]  # the last ones, written once more
-    last = many.of("weights_of_iteration", run=RUN, iteration="00000003")
+    last = many.of("weights_of_iteration", run=RUN, iteration=iteration_name(3))
     assert models.digest(last) == models.digest(many.of("trained", run=RUN))
 
     longer = run_on(alone, ranks=2, iterations=5)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import yaml
@@ -53,6 +54,16 @@ def test_a_run_leaves_every_artefact_a_log_and_a_benchmark_of_every_job(finished
         assert (results / f"train/{run}/model/model.safetensors").is_file()
         assert (results / f"logs/train/{run}.log").stat().st_size > 0
         assert (results / f"benchmarks/train/{run}.tsv").read_text().startswith("s\t")
+        kept = results / f"trained_weights/{run}"
+        assert {path.name for path in kept.glob("iteration-*")} == {"iteration-00000003", "iteration-00000006"}
+        last, trained = kept / "iteration-00000006/model.safetensors", results / f"train/{run}/model/model.safetensors"
+        assert last.read_bytes() == trained.read_bytes()
+        validated = pq.read_table(results / f"validation/{run}/trainer-{run.split('_')[0]}.parquet")
+        evaluated = pq.read_table(results / f"evaluation/{run}/heldout/trainer-{run.split('_')[0]}.parquet")
+        assert set(validated["iteration"].to_pylist()) == {3, 6}
+        at_the_end = validated.filter(pc.equal(validated["iteration"], 6)).select(evaluated.column_names)
+        assert at_the_end.to_pylist() == evaluated.to_pylist()
+    assert (results / "report/figures/validation.png").is_file()
     metrics = json.loads((results / "mismatch/gain48/all/transformers-bf16/bf16/mismatch.json").read_text())
     assert metrics["sequences"] == 18  # 9 products × 2
     assert metrics["provenance"]["step"] == "mismatch"
@@ -70,7 +81,10 @@ def test_no_artefact_says_where_or_when_it_was_made(finished: Checkout) -> None:
     folder = finished.root / "results/tiny"
     tracked = [
         file
-        for name in ("problems", "solvability", "mismatch", "train", "evaluation", "models", "report")
+        for name in (
+            *("problems", "solvability", "mismatch", "train", "trained_weights", "evaluation", "validation", "models"),
+            "report",
+        )
         for file in (folder / name).rglob("*")
         if file.is_file()
     ]
@@ -82,10 +96,10 @@ def test_no_artefact_says_where_or_when_it_was_made(finished: Checkout) -> None:
 @pytest.mark.parametrize(
     ("layer", "rules"),
     [
-        ({"training": {"learning_rate": 1e-4}}, {"train": 2, "evaluate": 4, "report": 1}),
+        ({"training": {"learning_rate": 1e-4}}, {"train": 2, "evaluate": 4, "validate": 4, "report": 1}),
         ({"grading": {"workers": 2}}, {}),
         ({"report": {"title": "Another"}}, {"report": 1}),
-        ({"training": {"seeds": [0, 1]}}, {"train": 2, "evaluate": 4, "report": 1}),
+        ({"training": {"seeds": [0, 1]}}, {"train": 2, "evaluate": 4, "validate": 4, "report": 1}),
     ],
 )
 def test_a_changed_parameter_reruns_what_depends_on_it_and_no_more(
@@ -134,9 +148,12 @@ def test_dvc_runs_stages_through_snakemake_to_the_same_bytes(
     checkout.run("dvc", "repro", "train@bf16-grpo-0", "mismatch@gain16-all-transformers-bf16")
     made = digests(checkout.root / "results/tiny")
     made = {
-        name: value for name, value in made.items() if name.split("/")[0] in ("problems", "models", "train", "mismatch")
+        name: value
+        for name, value in made.items()
+        if name.split("/")[0] in ("problems", "models", "train", "trained_weights", "mismatch")
     }
     assert "train/bf16_grpo_seed0/model/model.safetensors" in made
+    assert "trained_weights/bf16_grpo_seed0/iteration-00000003/model.safetensors" in made
     assert "mismatch/gain16/all/transformers-bf16/bf16/mismatch.json" in made
     expected = digests(finished.root / "results/tiny")
     assert made == {name: expected[name] for name in made}
@@ -149,10 +166,12 @@ def test_training_that_was_killed_goes_on_from_its_checkpoint_to_the_same_bytes(
     checkout = type(finished)(tmp_path / "killed")
     shutil.copytree(finished.root, checkout.root, symlinks=True)
     results = checkout.root / "results/tiny"
-    expected = digests(results / "train/bf16_grpo_seed0")
+    made = [results / f"{name}/bf16_grpo_seed0" for name in ("train", "trained_weights")]
+    expected = [digests(folder) for folder in made]
+    assert all(expected)
     checkpoints = results / "checkpoints/bf16_grpo_seed0"
-    shutil.rmtree(results / "train/bf16_grpo_seed0")
-    shutil.rmtree(checkpoints)
+    for folder in (*made, checkpoints):
+        shutil.rmtree(folder)
     target = "results/tiny/train/bf16_grpo_seed0/log.parquet"
 
     for _ in range(TRIES):  # a training that ends before the kill reaches it shows nothing
@@ -178,13 +197,13 @@ def test_training_that_was_killed_goes_on_from_its_checkpoint_to_the_same_bytes(
             checkout.run("snakemake", "--unlock")
         if not (results / "train/bf16_grpo_seed0/log.parquet").exists():
             break
-        shutil.rmtree(results / "train/bf16_grpo_seed0")
-        shutil.rmtree(checkpoints)
+        for folder in (*made, checkpoints):
+            shutil.rmtree(folder)
     else:
         pytest.fail(f"{TRIES} times the training ended before it could be killed")
 
     checkout.run("snakemake", "--cores", "1", "--", target)
-    assert digests(results / "train/bf16_grpo_seed0") == expected
+    assert [digests(folder) for folder in made] == expected
 
 
 def wait_for(condition: Callable[[], object], process: subprocess.Popen[bytes]) -> None:

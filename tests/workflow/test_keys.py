@@ -86,7 +86,7 @@ NO_RESULT = {
 }
 # Keys that say what a step reads, with the beginning of the names of the jobs that then read something else.
 READS: Mapping[str, tuple[str, ...]] = {
-    "solvability.model": ("solvability/", "train/", "evaluate/initial_"),
+    "solvability.model": ("solvability/", "train/", "evaluate/initial_", "validate/"),
     "solvability.problems": ("solvability/", "perfectible/"),
     "solvability.shards": ("perfectible/",),
     "solvability.precision": ("solvability/",),

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.workflow
 
 FILES = ("config/paper.yaml", "benchmarks/paper_scale.yaml")
-# 2 precisions × 10 objectives × 3 seeds are 60 runs; with the untrained model 61, on 5 benchmarks in 3 dtypes. Six sets
-# of problems: those to train on and the benchmarks.
+# 2 precisions × 10 objectives × 3 seeds are 60 runs; with the untrained model 61, on 5 benchmarks in 3 dtypes. The
+# weights along a run are one job a dtype. Six sets of problems: those to train on and the benchmarks.
 JOBS = {
     "problems": 6,
     "model": 1,
@@ -34,6 +34,7 @@ JOBS = {
     "fidelity": 3,
     "train": 60,
     "evaluate": 915,
+    "validate": 180,
     "report": 1,
 }
 
@@ -78,6 +79,8 @@ def _beside(pipeline: Pipeline) -> list[str]:
         *pipeline.results("train", "training_curves"),
         *pipeline.results("evaluate", "evaluation"),
         *pipeline.results("evaluate", "evaluated_responses"),
+        *pipeline.results("train", "trained_weights"),
+        *pipeline.results("validate", "validation"),
         str(paths.of("headline")),
         str(paths.of("figures")),
     ]
@@ -92,11 +95,12 @@ def test_there_is_a_job_a_cell(checkout: Checkout) -> None:
     [
         ({}, {}),
         # 2 precisions × 10 objectives, each evaluated on 5 benchmarks in 3 dtypes
-        ({"training": {"seeds": [0, 1, 2, 3]}}, {"train": 20, "evaluate": 300, "report": 1}),
-        # 61 sets of weights on one benchmark more, in 3 dtypes
+        ({"training": {"seeds": [0, 1, 2, 3]}}, {"train": 20, "evaluate": 300, "validate": 60, "report": 1}),
+        # 61 sets of weights on one benchmark more, in 3 dtypes; the jobs of the weights along the runs keep their other
+        # responses
         (
             {"evaluation": {"benchmarks": ["aime24", "benchmark2", "benchmark3", "benchmark4", "benchmark5", "math"]}},
-            {"evaluate": 183, "report": 1},
+            {"evaluate": 183, "validate": 180, "report": 1},
         ),
         ({"mismatch": {"samples": 64}}, {"rollouts": 3, "scores": 3, "mismatch": 3, "fidelity": 3, "report": 1}),
     ],

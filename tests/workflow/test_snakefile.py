@@ -95,6 +95,7 @@ def test_the_parameters_of_a_stage_are_those_of_its_rule(checkout: Checkout) -> 
     [
         {"training": None},
         {"training": None, "evaluation": None},
+        {"training": {"keep_weights_every": None}},
         {"evaluation": {"precisions": ["fp16"]}},
         {"evaluation": {"precisions": ["fp16"], "engines": ["transformers"]}},
         {"mismatch": {"gradient_fidelity": {"enabled": False}}},

@@ -12,7 +12,7 @@ from typing import Any
 from halfmatch import artifacts
 from halfmatch.config import Config
 from halfmatch.paths import Paths
-from halfmatch.report import comparison, deployment, origin, sigma_law, tables, verdicts
+from halfmatch.report import comparison, deployment, origin, sigma_law, tables, validation, verdicts
 from halfmatch.report.headline import headline, headline_text
 from halfmatch.report.numbers import counted
 from halfmatch.report.page import Section, render
@@ -61,6 +61,7 @@ def sections_of(results: Results, preset: Path) -> list[Section]:
     """What the page says, in order; a section without anything to show is left out."""
     from halfmatch.report.figures import grid, layers, mismatch, overview, training
     from halfmatch.report.figures import sigma_law as sigma_law_figure
+    from halfmatch.report.figures import validation as validation_figure
 
     is_measured, deployments = bool(results.cells), deployment.by_precision(results)
     differences = origin.differences(results, preset)
@@ -127,6 +128,15 @@ def sections_of(results: Results, preset: Path) -> list[Section]:
             "order and draw the same random numbers.",
             figures=[training.reward(results), training.health(results)] if results.runs else [],
             tables=[tables.training_by_precision(results), tables.training(results)],
+        ),
+        Section(
+            "validation",
+            "Accuracy along the training",
+            "The weights that every run kept on its way answer the benchmarks, after every iteration and in every "
+            f"precision with the same random numbers. {validation.statement(results.validations)}",
+            figures=[validation_figure.draw(results)] if validation.curves(results) else [],
+            tables=[validation.summary(results)],
+            folded=[validation.table(results)],
         ),
         Section(
             "evaluation",

@@ -109,6 +109,16 @@ class EvaluationCell:
 
 
 @dataclass(frozen=True)
+class ValidationCell:
+    """The scores of the weights along one training, sampled in one precision."""
+
+    run: Run
+    engine: str
+    precision: str
+    metrics: Mapping[str, Any]  # as the step validate writes them
+
+
+@dataclass(frozen=True)
 class Results:
     """All of it."""
 
@@ -122,6 +132,7 @@ class Results:
     missing: Sequence[Missing]
     artefacts: Sequence[Artefact]
     origins: Sequence[OriginCell] = ()
+    validations: Sequence[ValidationCell] = ()
 
     @property
     def setups(self) -> list[Setup]:
@@ -166,6 +177,7 @@ def collect(config: Config) -> Results:
         crossed=[cell for cell in measured if cell.rollout != cell.train],
         runs=_present(map(reader.run, jobs.runs(config))),
         evaluations=_present(map(reader.evaluation, jobs.jobs(config, "evaluate"))),
+        validations=_present(map(reader.validation, jobs.jobs(config, "validate"))),
         perfectible=reader.table("perfectible", "perfectible", {}),
         excluded=reader.excluded(),
         origins=_present(map(reader.origin, jobs.jobs(config, "origin"))),
@@ -248,6 +260,10 @@ class _Reader:
         if metrics is None:
             return None
         return EvaluationCell(job["run"], job["problems"], job["engine"], job["rollout"], metrics, counts, responses)
+
+    def validation(self, job: jobs.Job) -> ValidationCell | None:
+        metrics = self.json("validation_metrics", "validate", job)
+        return ValidationCell(Run.parse(job["run"]), job["engine"], job["rollout"], metrics) if metrics else None
 
     def excluded(self) -> dict[str, pa.Table]:
         tables = {

@@ -29,7 +29,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from halfmatch.errors import UserError
-from halfmatch.rl.kept_weights import KeptWeights, iteration_name, iterations_of, sync
+from halfmatch.paths import iteration_name, iterations_of
+from halfmatch.rl.kept_weights import KeptWeights, sync
 from halfmatch.rl.ranks import ALONE, Ranks
 
 STATE = "state.json"

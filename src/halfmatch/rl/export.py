@@ -10,9 +10,8 @@ from halfmatch import models
 from halfmatch.config import Config
 from halfmatch.errors import UserError
 from halfmatch.models.folder import staged
-from halfmatch.paths import Paths, Run
+from halfmatch.paths import Paths, Run, iteration_name, iterations_of
 from halfmatch.rl.checkpoints import Checkpoint
-from halfmatch.rl.kept_weights import iteration_name, iterations_of
 from halfmatch.rl.learner import Learner
 from halfmatch.steps.train import save_trained
 

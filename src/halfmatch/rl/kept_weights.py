@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from halfmatch.models.folder import staged
+from halfmatch.paths import iteration_name
 
 # Writes float32 weights, by their names, as a model into a folder that is there.
 Write = Callable[[Mapping[str, torch.Tensor], Path], None]
@@ -56,16 +57,6 @@ class KeptWeights:
     def _names(self, iterations: int) -> list[str]:
         every = self.every
         return [] if every is None else [iteration_name(done) for done in range(every, iterations + 1, every)]
-
-
-def iteration_name(iterations: int) -> str:
-    """What the folder of the weights, or of the checkpoint, after so many iterations is called."""
-    return f"iteration-{iterations:08d}"
-
-
-def iterations_of(path: Path) -> int:
-    """The inverse of `iteration_name`."""
-    return int(path.name.removeprefix("iteration-"))
 
 
 def sync(path: Path) -> None:

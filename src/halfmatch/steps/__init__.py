@@ -151,6 +151,22 @@ STEPS: Mapping[str, Step] = {
         ),
         (*_MODEL_PACKAGES, *_GRADING_PACKAGES),
     ),
+    "validate": Step(
+        ("run", "engine", "rollout"),
+        (
+            "seed",
+            *_PROMPT,
+            *_ENGINE,
+            "precisions.{rollout}",
+            "training.keep_weights_every",
+            "evaluation.benchmarks",
+            "evaluation.samples",
+            "evaluation.k",
+            "evaluation.sampling",
+            *_INTERVALS,
+        ),
+        (*_MODEL_PACKAGES, *_GRADING_PACKAGES),
+    ),
     "report": Step(
         (), ("seed", "mismatch", "training", "evaluation", "precisions", "report"), ("jinja2", "matplotlib", "numpy")
     ),

@@ -41,24 +41,12 @@ def run(config: Config, *, run: str, problems: str, engine: str, rollout: str) -
         )
         counts, tallies = [], []
         with artifacts.Writer(paths.of("evaluated_responses", **names), "completions", source) as out:
-            for problem_id, group in itertools.groupby(responses, key=lambda response: response.problem_id):
+            for _, group in itertools.groupby(responses, key=lambda response: response.problem_id):
                 answered = list(group)
                 out.write(response.row() for response in answered)
-                tally = evaluation.tally(response.verdict for response in answered)
+                row, tally = evaluation.counts(answered)
+                counts.append(row)
                 tallies.append(tally)
-                counts.append(
-                    {
-                        "problem_id": problem_id,
-                        "samples": tally.samples,
-                        "correct": tally.correct,
-                        "wrong": tally.wrong,
-                        "truncated": tally.truncated,
-                        "timeout": tally.timeout,
-                        "unparseable": tally.unparseable,
-                        "wrong_votes": tally.wrong_votes,
-                        "mean_tokens": sum(len(response.completion.token_ids) for response in answered) / len(answered),
-                    }
-                )
     scores = evaluation.scores(
         tallies,
         settings.k,
