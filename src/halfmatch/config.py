@@ -21,6 +21,7 @@ from halfmatch.precision import Fp32Module, Precision
 from halfmatch.rl.objective_rows import OBJECTIVES
 
 Seed = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Draws = Literal["race"]
 EngineName = Literal["transformers", "vllm"]
 EvaluationEngine = Literal["transformers", "vllm", "trainer"]
 GradingRule = Literal["exact", "boxed", "r1", "last-number"]
@@ -97,6 +98,11 @@ class EngineSettings(Section):
     )
     server: str | None = Field(
         None, pattern=r"^https?://", description="vllm: URL of a running `vllm serve`; null starts vLLM in the process"
+    )
+    draws: Draws | None = Field(
+        None,
+        description="race: all engines draw tokens as vllm does, by an exponential race, with the same random numbers; "
+        "null: transformers and trainer by inverse CDF, vllm with numbers of its own",
     )
 
 

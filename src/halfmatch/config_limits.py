@@ -41,10 +41,12 @@ def _unusable_output(output: str) -> Iterator[str]:
 def _unusable_engines(config: Config) -> Iterator[str]:
     """Engines that stand twice, and settings of an engine that nothing runs."""
     used = {config.engine.name, *config.mismatch.engines, *(config.evaluation.engines if config.evaluation else ())}
-    for key in ("server", "tensor_parallel"):
+    for key in ("server", "tensor_parallel", "draws"):
         value = getattr(config.engine, key)
         if value != type(config.engine).model_fields[key].default and "vllm" not in used:
             yield f"engine.{key}: is a setting of vllm, which nothing here runs; set engine.name: vllm, or remove it"
+    if config.engine.draws and config.engine.server:
+        yield "engine.draws: a server draws as it was started to; leave out engine.draws or engine.server"
     for section, engines in (
         ("mismatch", config.mismatch.engines),
         ("evaluation", getattr(config.evaluation, "engines", ())),

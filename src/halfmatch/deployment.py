@@ -2,7 +2,8 @@
 
 The `trainer` engine samples from π, the policy that was trained; a rollout engine samples from μ. Both answer the same
 requests, so their responses pair up by problem and seed. The transformers engine and the trainer draw with the same
-uniform numbers, so the pairs differ by rounding alone; vLLM has random numbers of its own, and pairs by problem.
+random numbers, and with `engine.draws: race` so does vLLM: then the pairs differ by rounding alone. Without it vLLM has
+numbers of its own, and its responses pair up by problem only.
 
 Two statements are made of the gap, because neither does for both. Its interval resamples problems: samples of one
 problem depend on each other, and the question is what happens on other problems of the kind. The test that it is zero

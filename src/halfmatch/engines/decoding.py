@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from numpy.typing import NDArray
 
-from halfmatch.config import Sampling
+from halfmatch.config import Draws, Sampling
 from halfmatch.engines import Completion, NonFiniteError, Request
 from halfmatch.engines.cache import PromptCache, SlotCache
-from halfmatch.engines.sampling import draw, log_distribution
+from halfmatch.engines.sampling import NUMBERS, Numbers, log_distribution
 from halfmatch.models.routing import recorded
 from halfmatch.precision import dtype_name
 from halfmatch.precision.attention import BLOCK
-from halfmatch.seeds import uniforms
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
@@ -30,8 +29,8 @@ class Decoding:
     """The state of one `generate`: sequences 0 … active-1 are decoded together, each in the slot of its number.
 
     Of a slot: `_positions` where the token to be fed next stands, `_counts` how many tokens were sampled, `_tokens` and
-    `_logprobs` [rows, max_tokens] those, `_uniforms` [rows, max_tokens] what they are drawn with, `_routing` the
-    experts that its positions took, [positions, layers, k] piece by piece, where a recorder is given.
+    `_logprobs` [rows, max_tokens] those, `_numbers` what the next are drawn with, `_routing` the experts that its
+    positions took, [positions, layers, k] piece by piece, where a recorder is given.
     """
 
     def __init__(
@@ -43,6 +42,7 @@ class Decoding:
         slots: int,
         progress: Callable[[int], None] | None,
         recorder: Recorder | None = None,
+        draws: Draws | None = None,
     ):
         self._model, self._requests, self._sampling, self._progress = model, requests, sampling, progress
         # Requests with the same prompt follow each other, so that one prompt's cache at a time is enough.
@@ -63,7 +63,8 @@ class Decoding:
         self._counts = torch.zeros(rows, dtype=torch.int64, device=device)
         self._tokens = torch.zeros(shape, dtype=torch.int64, device=device)
         self._logprobs = torch.zeros(shape, dtype=torch.float32, device=device)
-        self._uniforms = torch.zeros(shape, dtype=torch.float64, device=device)
+        self._kind_of_numbers = NUMBERS[draws]
+        self._numbers: dict[int, Numbers] = {}
         self._recorder = recorder
         self._routing: list[list[torch.Tensor]] = [[] for _ in range(rows)]
         self._prompt: tuple[int, ...] | None = None
@@ -95,7 +96,10 @@ class Decoding:
             self._positions[slot] = len(request.prompt_ids) - 1
             self._counts[slot] = 0
             self._routing[slot] = list(self._prompt_routing)
-            self._uniforms[slot] = torch.from_numpy(uniforms(request.seed, self._sampling.max_tokens))
+            vocabulary = self._model.config.get_text_config().vocab_size
+            self._numbers[slot] = self._kind_of_numbers(
+                request.seed, self._sampling.max_tokens, vocabulary, self._device
+            )
             self._active += 1
             logits.append(self._prompt_logits)
         return logits
@@ -147,19 +151,21 @@ class Decoding:
 
     def _sample(self, first: int, logits: torch.Tensor) -> None:
         """Draw the next token of slots first … active-1 from `logits`, one row each."""
-        slots = torch.arange(first, self._active, device=self._device)
+        slots = range(first, self._active)
         counts = self._counts[first : self._active]
         self._check_finite(first, logits)
         logprobs = log_distribution(logits, self._sampling.temperature, self._sampling.top_p)
         tokens = self._draw(logprobs, slots, counts)
-        self._tokens[slots, counts] = tokens
-        self._logprobs[slots, counts] = logprobs.gather(1, tokens[:, None]).squeeze(1)
+        rows = torch.arange(first, self._active, device=self._device)
+        self._tokens[rows, counts] = tokens
+        self._logprobs[rows, counts] = logprobs.gather(1, tokens[:, None]).squeeze(1)
         counts += 1
         self._positions[first : self._active] += 1
 
-    def _draw(self, logprobs: torch.Tensor, slots: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    def _draw(self, logprobs: torch.Tensor, slots: Sequence[int], counts: torch.Tensor) -> torch.Tensor:
         """The next token of each slot, from the distribution [N, V] that it is drawn from."""
-        return draw(logprobs, self._uniforms[slots, counts])
+        numbers = torch.cat([self._numbers[slot].take(1) for slot in slots]).to(self._device)
+        return self._kind_of_numbers.draw(logprobs, numbers)
 
     def _check_finite(self, first: int, logits: torch.Tensor) -> None:
         finite = torch.isfinite(logits).all(dim=-1)
@@ -197,13 +203,14 @@ class Decoding:
         assert self._cache is not None
         self._cache.move(source, target, int(self._positions[source]))
         self._request_of[target], self._routing[target] = self._request_of[source], self._routing[source]
-        for state in (self._positions, self._counts, self._tokens, self._logprobs, self._uniforms):
+        self._numbers[target] = self._numbers[source]
+        for state in (self._positions, self._counts, self._tokens, self._logprobs):
             state[target] = state[source]
 
 
 class GuidedDecoding(Decoding):
     """Decoding in which each response begins with tokens that are given. What follows is drawn, every token with the
-    uniform number of its position, as if the given ones had been drawn as well."""
+    numbers of its position, as if the given ones had been drawn as well."""
 
     def __init__(
         self,
@@ -214,15 +221,16 @@ class GuidedDecoding(Decoding):
         slots: int,
         given: Sequence[Sequence[int]],
         recorder: Recorder | None = None,
+        draws: Draws | None = None,
     ):
         """given: the first tokens of each response, none of them a stop token but the last of a whole response."""
-        super().__init__(model, requests, sampling, stop_token_ids, slots, progress=None, recorder=recorder)
+        super().__init__(model, requests, sampling, stop_token_ids, slots, None, recorder, draws)
         self._given = torch.full((len(requests), sampling.max_tokens), -1, device=self._device)
         for row, tokens in zip(self._given, given, strict=True):
             row[: len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
 
-    def _draw(self, logprobs: torch.Tensor, slots: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        given = self._given[[self._request_of[slot] for slot in slots.tolist()], counts]
+    def _draw(self, logprobs: torch.Tensor, slots: Sequence[int], counts: torch.Tensor) -> torch.Tensor:
+        given = self._given[[self._request_of[slot] for slot in slots], counts]
         return torch.where(given >= 0, given, super()._draw(logprobs, slots, counts))
 
 

@@ -2,17 +2,17 @@
 
 The trainer only scores: given a whole response it computes every token's distribution in one pass. To sample from those
 distributions, a response is drafted by decoding from a KV cache and then checked by a pass over all of it: where the
-draft's token is not the one that the pass draws at the same uniform number, the pass's token takes its place and the
+draft's token is not the one that the pass draws with the same random numbers, the pass's token takes its place and the
 rest is drafted anew. So every token is π's draw given the tokens before it, exactly, whatever drafted it; a response
 takes one pass more than it has corrections, and not one a token. Drafts share the weights, so corrections are few.
 
-With the same seeds the other engines draw at the same uniform numbers, and what they answer differently is what their
-rounding does.
+With the same seeds the other engines draw with the same numbers (vLLM where `engine.draws` is race), and what they
+answer differently is what their rounding does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +20,11 @@ import torch
 
 from halfmatch.engines import Completion, NonFiniteError, Request
 from halfmatch.engines.decoding import GuidedDecoding
-from halfmatch.engines.sampling import draw, log_distribution
+from halfmatch.engines.sampling import NUMBERS, Numbers, log_distribution
 from halfmatch.engines.transformers import TransformersEngine
 from halfmatch.precision.casting import round_as_a_pass
 from halfmatch.rl.batching import collate, micro_batches
 from halfmatch.rl.scoring import response_logits
-from halfmatch.seeds import uniforms
 
 if TYPE_CHECKING:
     from halfmatch.config import EngineSettings, Sampling
@@ -60,7 +59,13 @@ class FullPassEngine(TransformersEngine):
         while begun:
             waiting = [requests[index] for index in begun]
             decoding = GuidedDecoding(
-                self._model, waiting, sampling, stop_token_ids, self._slots, given=list(begun.values())
+                self._model,
+                waiting,
+                sampling,
+                stop_token_ids,
+                self._slots,
+                given=list(begun.values()),
+                draws=self._draws,
             )
             drafts = dict(zip(begun, decoding.run(), strict=True))
             for index, checked in self._check(requests, drafts, sampling):
@@ -90,32 +95,49 @@ class FullPassEngine(TransformersEngine):
             responses = [drafts[index].token_ids for index in members]
             batch = collate([requests[index].prompt_ids for index in members], responses, stop_token_ids=())
             logits, positions = response_logits(self._model, batch.to(self._device))
-            numbers = [uniforms(requests[index].seed, len(drafts[index].token_ids)) for index in members]
-            tokens, logprobs = _draw_all(logits.flatten(0, 1), positions, numbers, sampling)
+            sizes = [len(response) for response in responses]
+            numbers = [
+                NUMBERS[self._draws](requests[index].seed, size, logits.shape[-1], self._device)
+                for index, size in zip(members, sizes, strict=True)
+            ]
+            tokens, logprobs = _draw_all(logits.flatten(0, 1), positions, numbers, sizes, sampling)
             for index, some, theirs in zip(members, tokens, logprobs, strict=True):
                 yield index, Completion(some, theirs, drafts[index].finish_reason)
 
 
 def _draw_all(
-    logits: torch.Tensor, positions: torch.Tensor, numbers: Sequence[Any], sampling: Sampling
+    logits: torch.Tensor, positions: torch.Tensor, numbers: Sequence[Numbers], sizes: Sequence[int], sampling: Sampling
 ) -> tuple[list[list[int]], list[list[float]]]:
-    """Tokens and their log-probs: drawn from logits [M, V] at positions [N], with the uniform numbers of each response,
-    N in all."""
-    at = torch.cat([torch.from_numpy(one) for one in numbers]).to(logits.device)
+    """Tokens and their log-probs, response by response: drawn from logits [M, V] at positions [N], with the numbers of
+    responses of `sizes` tokens, N in all."""
     tokens, logprobs = [], []
     size = max(1, CHUNK_ELEMENTS // logits.shape[-1])
-    for some, uniform in zip(positions.split(size), at.split(size), strict=True):
+    for some, taken in zip(positions.split(size), _in_chunks(numbers, sizes, size), strict=True):
         rows = logits[some]
         if not torch.isfinite(rows).all():
             raise NonFiniteError("the logits of the trainer's pass are not finite; if this is fp16, they overflow it")
         distribution = log_distribution(rows, sampling.temperature, sampling.top_p)
-        drawn = draw(distribution, uniform)
+        drawn = numbers[0].draw(distribution, taken.to(rows.device))
         tokens.append(drawn)
         logprobs.append(distribution.gather(1, drawn[:, None]).squeeze(1))
-    sizes = [len(one) for one in numbers]
-    by_response = (torch.cat(parts).split(sizes) for parts in (tokens, logprobs))
+    by_response = (torch.cat(parts).split(list(sizes)) for parts in (tokens, logprobs))
     drawn_tokens, drawn_logprobs = ([part.tolist() for part in parts] for parts in by_response)
     return drawn_tokens, drawn_logprobs
+
+
+def _in_chunks(numbers: Sequence[Numbers], sizes: Sequence[int], size: int) -> Iterator[torch.Tensor]:
+    """The numbers of all positions of responses of `sizes` tokens, one response after the other, `size` at a time."""
+    taken, room = [], size
+    for one, left in zip(numbers, sizes, strict=True):
+        while left:
+            count = min(left, room)
+            taken.append(one.take(count))
+            left, room = left - count, room - count
+            if not room:
+                yield torch.cat(taken)
+                taken, room = [], size
+    if taken:
+        yield torch.cat(taken)
 
 
 def _agreement(drawn: Sequence[int], draft: Sequence[int], start: int) -> int:

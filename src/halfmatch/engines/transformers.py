@@ -7,7 +7,7 @@ other requests, their order, or the number of slots. On a CPU, with one thread, 
   same bits for any such number of rows;
 - attention pads each slot on the right to a multiple of 64 positions and sums block by block, so what other slots need
   in length changes nothing (`halfmatch.precision.attention`);
-- uniform number t of a request's own generator draws its token t.
+- the numbers of place t of a request's own generator draw its token t.
 An expert of a mixture gets as many rows as the batch sends it; fewer than 8 are padded too
 (`halfmatch.precision.own_matmuls`). On a GPU the kernels that are chosen by shape are not under this module's control:
 the first and the last point hold.
@@ -52,7 +52,7 @@ class TransformersEngine:
         adapter: Lora | None = None,
         record_routing: bool = False,
     ):
-        self._slots, self._record_routing = settings.slots, record_routing
+        self._slots, self._draws, self._record_routing = settings.slots, settings.draws, record_routing
         self._device = torch.device(settings.device)
         if self._device.type == "cuda" and not torch.cuda.is_available():
             raise UserError("engine.device is cuda, and torch sees no GPU on this machine; set it to cpu")
@@ -138,7 +138,9 @@ class TransformersEngine:
         self.wake()
         self._check_requests(requests, sampling)
         with routing.recorded(self._model) if self._record_routing else nullcontext() as recorder:
-            return Decoding(self._model, requests, sampling, stop_token_ids, self._slots, progress, recorder).run()
+            return Decoding(
+                self._model, requests, sampling, stop_token_ids, self._slots, progress, recorder, self._draws
+            ).run()
 
     def sleep(self) -> None:
         """Weights that are upcast for emulated matmuls go, and a GPU's weights go to the host; the KV caches of a

@@ -107,6 +107,7 @@ def _torch_generators_untouched() -> contextlib.AbstractContextManager[None]:
 def _inspect(worker: Any) -> dict[str, Any]:
     """Run in a worker: what the model that is loaded there really is. The dtype of the logits is that of the head."""
     model, config = worker.model_runner.get_model(), worker.vllm_config.model_config
+    sampler = getattr(worker.model_runner.sampler, "topk_topp_sampler", None)
     layers = worker.vllm_config.compilation_config.static_forward_context.values()
     hidden = torch.zeros(1, config.get_hidden_size(), dtype=config.dtype, device=next(model.parameters()).device)
     return {
@@ -114,6 +115,7 @@ def _inspect(worker: Any) -> dict[str, Any]:
         "head_dtype": _name(model.compute_logits(hidden).dtype),
         "attention": sorted({x.get_attn_backend().get_name() for x in layers if hasattr(x, "get_attn_backend")}),
         "context": config.max_model_len,
+        "draws": "race" if getattr(sampler, "use_fp64_gumbel", False) else None,
     }
 
 
@@ -168,6 +170,8 @@ class VllmEngine:
                 dtype=_name(torch_dtype(precision.rollout)),
                 # Log-probs of the distribution sampled from, after temperature and nucleus.
                 logprobs_mode="processed_logprobs",
+                # Else vLLM has a kernel of its own for each platform.
+                use_fp64_gumbel=settings.draws == "race",
                 # Not the sampling defaults of the model's generation_config.json.
                 generation_config="vllm",
                 # The model's context, or as much of it as the KV cache holds.
@@ -198,6 +202,11 @@ class VllmEngine:
         if found["dtypes"] != [asked] or found["head_dtype"] != head:
             raise RuntimeError(
                 f"vLLM holds {found['dtypes']} with a head in {found['head_dtype']}; {asked} and {head} asked for"
+            )
+        if found["draws"] != settings.draws:
+            raise UserError(
+                f"engine.draws: {settings.draws}: vLLM {version} draws on {device} by a kernel of its own, with "
+                "numbers that no other engine has; remove engine.draws, and responses pair up by problem alone"
             )
         self.dtype = precision.rollout
         self._context: int = found["context"]

@@ -150,8 +150,8 @@ def sections_of(results: Results, preset: Path) -> list[Section]:
             "The deployment gap",
             "The same weights and the same requests, answered by the training engine (every token drawn from the "
             "trainer's own forward pass) and by an engine that they may be deployed in, with the same random numbers "
-            "where the engine takes them (vLLM has its own). Gaps are differences of avg@k, deployed minus trainer; "
-            "intervals resample problems, and p is of an exact test that flips the signs of problems. "
+            "where the engine takes them (vLLM with engine.draws: race). Gaps are differences of avg@k, deployed minus "
+            "trainer; intervals resample problems, and p is of an exact test that flips the signs of problems. "
             f"{deployment.statement(deployments)}",
             tables=[
                 deployment.table("deployment", "All runs trained in a precision, and the initial model", deployments)

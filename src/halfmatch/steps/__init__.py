@@ -24,10 +24,10 @@ from halfmatch.paths import Run
 _MODEL_PACKAGES = ("torch", "transformers")
 _GRADING_PACKAGES = ("math-verify", "latex2sympy2_extended", "sympy")
 _PROMPT = ("prompt", "grading.rule", "grading.timeout_s")
-_ENGINE = ("engine.slots", "engine.device", "engine.tensor_parallel")
+_ENGINE = ("engine.slots", "engine.device", "engine.tensor_parallel", "engine.draws")
 _INTERVALS = ("report.confidence", "report.bootstrap_samples")
 # Keys that change nothing while they are null: results without them are those of before there were such keys.
-_WHERE_SET = ("training.keep_weights_every",)
+_WHERE_SET = ("engine.draws", "training.keep_weights_every")
 _MEASURED = ("model", "problems", "engine", "rollout", "train")
 
 
