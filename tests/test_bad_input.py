@@ -140,6 +140,12 @@ CONFIGURATIONS: dict[str, tuple[str | bytes, str, str]] = {
         "call it bf16-fp32",
     ),
     "settings of vllm without it": ("engine: {server: 'http://host'}\n", "engine.server", "set engine.name: vllm"),
+    "a race against nobody": ("engine: {draws: race}\n", "engine.draws", "set engine.name: vllm"),
+    "numbers of a server": (
+        "engine: {name: vllm, server: 'http://host', draws: race}\n",
+        "engine.draws",
+        "leave out engine.draws or engine.server",
+    ),
     "system message without a place": ("prompt: {system: Hello}\n", "prompt.system", "use chat or r1"),
     "engine twice": ("mismatch: {engines: [vllm, vllm]}\n", "mismatch.engines", "stands twice"),
     "k twice": ("evaluation: {k: [1, 1]}\n", "evaluation.k", "stands twice"),

@@ -9,11 +9,10 @@ from halfmatch import models
 from halfmatch.config import EngineSettings, Sampling
 from halfmatch.engines import NonFiniteError, Request, create, full_pass, side_of
 from halfmatch.engines.decoding import GuidedDecoding
-from halfmatch.engines.sampling import draw, log_distribution
+from halfmatch.engines.sampling import NUMBERS, log_distribution
 from halfmatch.precision import Precision
 from halfmatch.precision.casting import cast_model, round_as_a_pass
 from halfmatch.rl.scoring import response_logprobs
-from halfmatch.seeds import uniforms
 
 EOS = 1
 REQUESTS = [
@@ -43,8 +42,8 @@ def sharp(tiny_model_folder, tmp_path_factory):
     return folder
 
 
-def engine_of(folder, precision, name="trainer"):
-    return create(name, folder, precision, EngineSettings(slots=8))
+def engine_of(folder, precision, name="trainer", draws=None):
+    return create(name, folder, precision, EngineSettings(slots=8, draws=draws))
 
 
 def generate(engine, requests=REQUESTS, sampling=SAMPLING):
@@ -58,20 +57,22 @@ def policy_of(folder, precision):
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("draws", [None, "race"])
 @pytest.mark.parametrize("sampling", [SAMPLING, Sampling(max_tokens=12, temperature=0.6, top_p=0.9)])
-def test_every_token_is_the_draw_of_a_pass_over_what_stands_before_it(dtype, sampling, sharp):
+def test_every_token_is_the_draw_of_a_pass_over_what_stands_before_it(dtype, draws, sampling, sharp, monkeypatch):
+    monkeypatch.setattr(full_pass, "CHUNK_ELEMENTS", 20 * 50)  # 50 positions at a time, across responses
     precision = Precision.named(dtype, emulate="always")
     policy = policy_of(sharp, precision)
-    completions = generate(engine_of(sharp, precision), sampling=sampling)
+    completions = generate(engine_of(sharp, precision, draws=draws), sampling=sampling)
     for request, completion in list(zip(REQUESTS, completions, strict=True))[::4]:
         tokens = list(request.prompt_ids)
-        numbers = torch.from_numpy(uniforms(request.seed, sampling.max_tokens))
+        numbers = NUMBERS[draws](request.seed, sampling.max_tokens, 20, torch.device("cpu"))
         for place, token in enumerate(completion.token_ids):
             # 8 tokens behind, which a causal model does not see: a row of a matmul has its bits for 8 rows or more
             with torch.no_grad():
                 logits = policy(torch.tensor([[*tokens, *[0] * 8]]), use_cache=False).logits[:, len(tokens) - 1]
             distribution = log_distribution(logits, sampling.temperature, sampling.top_p)
-            assert token == int(draw(distribution, numbers[place, None]))
+            assert token == int(numbers.draw(distribution, numbers.take(1)))
             assert completion.logprobs[place] == float(distribution[0, token])
             tokens.append(token)
         assert completion.finish_reason == ("stop" if tokens[-1] == EOS else "length")
@@ -91,31 +92,34 @@ def test_logprobs_are_those_that_the_trainer_scores(dtype, sharp):
     assert [completion.logprobs for completion in completions] == [one.tolist() for one in scored]
 
 
-def test_it_differs_from_the_rollout_engine_where_rounding_does(sharp):
+@pytest.mark.parametrize("draws", [None, "race"])
+def test_it_differs_from_the_rollout_engine_where_rounding_does(draws, sharp):
     bf16, fp32 = (Precision.named(dtype, emulate="always") for dtype in ("bf16", "fp32"))
-    ours, theirs = (generate(engine_of(sharp, bf16, name)) for name in ("trainer", "transformers"))
+    ours, theirs = (generate(engine_of(sharp, bf16, name, draws)) for name in ("trainer", "transformers"))
     differing = sum(a.token_ids != b.token_ids for a, b in zip(ours, theirs, strict=True))
     assert 0 < differing < len(REQUESTS)  # the same seeds draw the same numbers
-    ours, theirs = (generate(engine_of(sharp, fp32, name)) for name in ("trainer", "transformers"))
+    ours, theirs = (generate(engine_of(sharp, fp32, name, draws)) for name in ("trainer", "transformers"))
     assert [one.token_ids for one in ours] == [one.token_ids for one in theirs]
 
 
-def test_a_response_does_not_depend_on_the_others(sharp):
-    engine = engine_of(sharp, Precision.named("bf16", emulate="always"))
+@pytest.mark.parametrize("draws", [None, "race"])
+def test_a_response_does_not_depend_on_the_others(draws, sharp):
+    engine = engine_of(sharp, Precision.named("bf16", emulate="always"), draws=draws)
     together = generate(engine)
     for place in (0, 7, 13, 19):
         assert generate(engine, [REQUESTS[place]]) == [together[place]]
     assert generate(engine, REQUESTS[::-1]) == together[::-1]
 
 
-def test_bad_drafts_cost_passes_and_change_nothing(sharp, monkeypatch):
-    engine = engine_of(sharp, Precision.named("bf16", emulate="always"))
+@pytest.mark.parametrize("draws", [None, "race"])
+def test_bad_drafts_cost_passes_and_change_nothing(draws, sharp, monkeypatch):
+    engine = engine_of(sharp, Precision.named("bf16", emulate="always"), draws=draws)
     expected = generate(engine)
 
     class Fours(GuidedDecoding):
         def _draw(self, logprobs, slots, counts):
             drawn = super()._draw(logprobs, slots, counts)
-            given = self._given[[self._request_of[slot] for slot in slots.tolist()], counts]
+            given = self._given[[self._request_of[slot] for slot in slots], counts]
             return torch.where(given >= 0, drawn, 4)
 
     monkeypatch.setattr(full_pass, "GuidedDecoding", Fours)

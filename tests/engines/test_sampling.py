@@ -1,4 +1,4 @@
-"""The inverse CDF and the nucleus against numpy, and at their edges."""
+"""The inverse CDF, the race and the nucleus against numpy, and at their edges."""
 
 from __future__ import annotations
 
@@ -8,9 +8,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfmatch.engines.sampling import draw, log_distribution
+from halfmatch.engines.sampling import Exponentials, Uniforms, log_distribution
+from halfmatch.seeds import uniforms
 
 SEEDS = st.integers(0, 2**31)
+
+
+def draw(logprobs, uniforms):
+    return Uniforms.draw(logprobs, uniforms[:, None])
+
+
+def numbers_of(kind, seed, vocabulary=30):
+    return kind(seed, 40, vocabulary, torch.device("cpu"))
 
 
 def logits_of(seed, rows=5, vocabulary=30, scale=3.0):
@@ -94,3 +103,45 @@ def test_a_row_does_not_notice_the_others(seed, rows):
         everything, some = (log_distribution(part, 0.7, top_p) for part in (logits, logits[:rows]))
         assert torch.equal(everything[:rows], some)
         assert torch.equal(draw(everything, uniforms)[:rows], draw(some, uniforms[:rows]))
+
+
+# ------------------------------------------------------------------------------------------------------------ the race
+@given(seed=SEEDS, top_p=st.sampled_from([1.0, 0.8]))
+def test_the_first_to_arrive_is_drawn(seed, top_p):
+    """vLLM's words for it: the largest of probability / exponential."""
+    logprobs = log_distribution(logits_of(seed), 1.0, top_p)
+    exponentials = np.random.default_rng(seed).exponential(size=(5, 30))
+    expected = np.argmax(np.exp(logprobs.double().numpy()) / exponentials, axis=1)
+    assert Exponentials.draw(logprobs, torch.from_numpy(exponentials)).tolist() == expected.tolist()
+
+
+def test_a_race_by_hand():
+    logprobs = torch.tensor([[0.0, 0.2, 0.8], [0.0, 0.2, 0.8], [0.0, 0.0, 1.0]]).log()
+    times = torch.tensor([[9, 1, 3], [9, 1, 5], [1e-300, 1e-300, 9.0]], dtype=torch.float64)
+    # 1/0.2 = 5 is later than 3/0.8 = 3.75 and earlier than 5/0.8 = 6.25; what cannot be drawn never arrives
+    assert Exponentials.draw(logprobs, times).tolist() == [2, 1, 2]
+
+
+def test_a_race_draws_each_token_as_often_as_it_is_probable():
+    logprobs = log_distribution(logits_of(1, rows=1, vocabulary=5, scale=1.0), 1.0)
+    numbers = numbers_of(Exponentials, 7, vocabulary=5)
+    tokens = Exponentials.draw(logprobs.expand(20_000, -1), numbers.take(20_000))
+    shares = torch.bincount(tokens, minlength=5) / 20_000
+    torch.testing.assert_close(shares, logprobs[0].exp(), atol=4 * 0.5 / 20_000**0.5, rtol=0)  # 4 standard errors
+
+
+def test_the_numbers_of_a_race_are_those_of_the_request_s_generator_a_position_after_the_other():
+    generator = torch.Generator().manual_seed(123)
+    expected = torch.stack([torch.empty(7, dtype=torch.float64).exponential_(generator=generator) for _ in range(6)])
+    assert torch.equal(numbers_of(Exponentials, 123, vocabulary=7).take(6), expected)
+
+
+@pytest.mark.parametrize("kind", [Uniforms, Exponentials])
+@given(seed=st.integers(0, 2**63 - 1), counts=st.lists(st.integers(0, 9), min_size=1, max_size=4))
+def test_numbers_depend_on_seed_and_position_alone(kind, seed, counts):
+    one, other = numbers_of(kind, seed), numbers_of(kind, seed)
+    assert torch.equal(torch.cat([one.take(count) for count in counts]), other.take(sum(counts)))
+
+
+def test_uniform_numbers_are_the_seed_s():
+    assert numbers_of(Uniforms, 5).take(4).flatten().tolist() == uniforms(5, 4).tolist()

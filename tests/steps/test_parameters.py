@@ -60,6 +60,7 @@ def test_a_setting_of_one_objective_changes_its_runs_alone() -> None:
         ({"grading": {"workers": 4}}, set()),
         ({"output": "results/elsewhere"}, set()),
         ({"engine": {"gpu_memory": 0.9}}, set()),
+        ({"engine": {"name": "vllm", "draws": "race"}}, {"solvability", "rollouts", "train", "evaluate"}),
         ({"training": {"checkpoint_every": 3, "keep_checkpoints": 1}}, {"report"}),
         ({"solvability": {"low": 0.1}}, {"perfectible"}),
         ({"solvability": {"samples": 8}}, {"solvability"}),
