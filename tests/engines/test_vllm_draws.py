@@ -29,7 +29,6 @@ def same(some: list[Completion], others: list[Completion]) -> float:
 
 
 def test_with_the_same_numbers_vllm_answers_as_the_trainer_but_for_rounding(tiny_model_folder: Path) -> None:
-    """Of 40 draws a response with numbers of its own, hardly one in a thousand would be the other's."""
     vllm = {dtype: responses("vllm", tiny_model_folder, dtype) for dtype in ("fp32", "bf16")}
     assert same(vllm["fp32"], responses("trainer", tiny_model_folder, "fp32")) >= 0.95
     assert same(vllm["fp32"], responses("transformers", tiny_model_folder, "fp32")) >= 0.95
