@@ -18,6 +18,7 @@ from halfmatch.errors import UserError
 REPOSITORY = Path(__file__).parents[1]
 CONFIGURATIONS = {
     "config/config.yaml": ("config/config.yaml",),
+    "config/deployment-vllm.yaml": ("config/config.yaml", "config/deployment-vllm.yaml"),
     "config/gpu_sanity.yaml": ("config/gpu_sanity.yaml",),
     "config/gpu_sanity-cpu.yaml": ("config/gpu_sanity.yaml", "config/gpu_sanity-cpu.yaml"),
     "config/grid.yaml": ("config/grid.yaml",),
