@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from pairs import machine, one_thread
+from transformers import PretrainedConfig
 
 from halfmatch.rl.batching import Batch, collate
 from halfmatch.rl.scoring import token_logprobs
@@ -38,16 +39,17 @@ class HeadOnly(torch.nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.embedding = torch.nn.Embedding(vocabulary, WIDTH, dtype=dtype)
+        self.config = PretrainedConfig()
         self.head = torch.nn.Linear(WIDTH, vocabulary, bias=False, dtype=dtype)
 
-    def forward(self, input_ids: torch.Tensor, logits_to_keep: int, use_cache: bool) -> SimpleNamespace:
-        return SimpleNamespace(logits=self.head(self.embedding(input_ids[:, -logits_to_keep:])))
+    def forward(self, input_ids: torch.Tensor, logits_to_keep: torch.Tensor | slice, **_: object) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.head(self.embedding(input_ids[:, logits_to_keep])))
 
 
 def plain(model: torch.nn.Module, batch: Batch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs and entropies [B, R], by `log_softmax` of all logits in float32."""
     tokens = batch.response_mask.shape[1]
-    logits = model(batch.input_ids[:, :-1], tokens, False).logits.float() / temperature
+    logits = model(batch.input_ids[:, :-1], slice(-tokens, None)).logits.float() / temperature
     logprobs = torch.log_softmax(logits, dim=-1)
     entropy = -(logprobs.exp() * logprobs).sum(-1).detach()
     return logprobs.gather(-1, batch.input_ids[:, -tokens:, None]).squeeze(-1), entropy
@@ -58,7 +60,7 @@ def trl_logits(model: torch.nn.Module, batch: Batch, temperature: float) -> tupl
     from trl.trainer.utils import entropy_from_logits, selective_log_softmax
 
     tokens = batch.response_mask.shape[1]
-    logits = model(batch.input_ids[:, :-1], tokens, False).logits / temperature
+    logits = model(batch.input_ids[:, :-1], slice(-tokens, None)).logits / temperature
     with torch.no_grad():
         entropy = entropy_from_logits(logits)
     return selective_log_softmax(logits, batch.input_ids[:, -tokens:]), entropy

@@ -164,7 +164,7 @@ class Mismatch(Section):
     )
     samples: int = Field(8, ge=1, le=10_000, description="responses a problem [paper: 32]")
     sampling: Sampling = Field(Sampling(), description="how the responses are sampled [paper: T 1, no top-p]")
-    micro_batch_tokens: int = Field(2048, ge=1, le=100_000_000, description="tokens a scoring pass, padding included")
+    micro_batch_tokens: int = Field(2048, ge=1, le=100_000_000, description="tokens a scoring pass")
     gradient_fidelity: GradientFidelity = Field(GradientFidelity(), description="gradients against fp32")
     origin: Origin = Field(Origin(), description="which layers and operations it comes from")
 
@@ -199,9 +199,7 @@ class Training(Section):
     adam_eps: float = Field(1e-15, gt=0, le=1, description="AdamW [paper: 1e-15]")
     weight_decay: float = Field(0.0, ge=0, le=10, description="AdamW [paper: 0]")
     clip_norm: float | None = Field(1.0, gt=0, le=1e6, description="gradient norm clip; null for none [paper: 1.0]")
-    micro_batch_tokens: int = Field(
-        2048, ge=1, le=100_000_000, description="tokens a forward and backward pass, padding included"
-    )
+    micro_batch_tokens: int = Field(2048, ge=1, le=100_000_000, description="tokens a forward and backward pass")
     activation_checkpointing: bool = Field(
         False, description="compute the activations of decoder blocks again in the backward pass, for less memory"
     )

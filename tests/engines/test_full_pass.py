@@ -149,8 +149,7 @@ def test_logits_that_are_not_finite_are_an_error(sharp, monkeypatch):
     response_logits = full_pass.response_logits
 
     def overflowed(model, batch):
-        logits, positions = response_logits(model, batch)
-        return logits.index_fill(0, torch.tensor([0]), torch.inf), positions
+        return response_logits(model, batch).index_fill(0, torch.tensor([0]), torch.inf)
 
     monkeypatch.setattr(full_pass, "response_logits", overflowed)
     with pytest.raises(NonFiniteError, match="trainer's pass"):

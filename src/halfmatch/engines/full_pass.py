@@ -94,26 +94,25 @@ class FullPassEngine(TransformersEngine):
             members = [indices[place] for place in group.tolist()]
             responses = [drafts[index].token_ids for index in members]
             batch = collate([requests[index].prompt_ids for index in members], responses, stop_token_ids=())
-            logits, positions = response_logits(self._model, batch.to(self._device))
+            logits = response_logits(self._model, batch.to(self._device))
             sizes = [len(response) for response in responses]
             numbers = [
                 NUMBERS[self._draws](requests[index].seed, size, logits.shape[-1], self._device)
                 for index, size in zip(members, sizes, strict=True)
             ]
-            tokens, logprobs = _draw_all(logits.flatten(0, 1), positions, numbers, sizes, sampling)
+            tokens, logprobs = _draw_all(logits, numbers, sizes, sampling)
             for index, some, theirs in zip(members, tokens, logprobs, strict=True):
                 yield index, Completion(some, theirs, drafts[index].finish_reason)
 
 
 def _draw_all(
-    logits: torch.Tensor, positions: torch.Tensor, numbers: Sequence[Numbers], sizes: Sequence[int], sampling: Sampling
+    logits: torch.Tensor, numbers: Sequence[Numbers], sizes: Sequence[int], sampling: Sampling
 ) -> tuple[list[list[int]], list[list[float]]]:
-    """Tokens and their log-probs, response by response: drawn from logits [M, V] at positions [N], with the numbers of
+    """Tokens and their log-probs, response by response: drawn from logits [N, V], with the numbers of
     responses of `sizes` tokens, N in all."""
     tokens, logprobs = [], []
     size = max(1, CHUNK_ELEMENTS // logits.shape[-1])
-    for some, taken in zip(positions.split(size), _in_chunks(numbers, sizes, size), strict=True):
-        rows = logits[some]
+    for rows, taken in zip(logits.split(size), _in_chunks(numbers, sizes, size), strict=True):
         if not torch.isfinite(rows).all():
             raise NonFiniteError("the logits of the trainer's pass are not finite; if this is fp16, they overflow it")
         distribution = log_distribution(rows, sampling.temperature, sampling.top_p)

@@ -26,13 +26,16 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from halfmatch.errors import UserError
 from halfmatch.precision import torch_dtype
+from halfmatch.precision.packing import PREFIX, of_packed
 
 if TYPE_CHECKING:
     from halfmatch.precision import DType
 
-NAME = "halfmatch"
+NAME = PREFIX
 # The same, but that one query rounds as many do: for drafts of what a full-sequence pass would say.
-PASS_NAME = "halfmatch-pass"
+PASS_NAME = f"{PREFIX}-pass"
+# PyTorch's fused kernels: what there is elsewhere than on a CPU.
+FUSED_NAME = f"{PREFIX}-fused"
 # Keys are padded to multiples of this, and products with V are summed block by block in order. What is masked adds
 # zeros behind the end, so a result does not depend on how far its sequence is padded.
 BLOCK = 64
@@ -174,11 +177,11 @@ def rounding_name(name: str, dtype: DType) -> str:
 for _name, _compute in (
     (NAME, attention),
     (PASS_NAME, partial(attention, as_a_pass=True)),
-    ("sdpa", sdpa_attention_forward),
+    (FUSED_NAME, sdpa_attention_forward),
 ):
-    if _name != "sdpa":
-        AttentionInterface.register(_name, _compute)
-        AttentionMaskInterface.register(_name, sdpa_mask)
-    for _dtype in ("bf16", "fp16"):
-        AttentionInterface.register(rounding_name(_name, _dtype), _of_rounded(_compute, torch_dtype(_dtype)))
-        AttentionMaskInterface.register(rounding_name(_name, _dtype), sdpa_mask)
+    for _registered, _function in (
+        (_name, _compute),
+        *((rounding_name(_name, _dtype), _of_rounded(_compute, torch_dtype(_dtype))) for _dtype in ("bf16", "fp16")),
+    ):
+        AttentionInterface.register(_registered, of_packed(_function))
+        AttentionMaskInterface.register(_registered, sdpa_mask)

@@ -54,7 +54,7 @@ def prepare_model(
     device = device or next(model.parameters()).device.type
     compute = torch_dtype(dtype)
     kept = modules_in_fp32(model, fp32_modules)
-    implementation = attention.NAME if device == "cpu" else "sdpa"
+    implementation = attention.NAME if device == "cpu" else attention.FUSED_NAME
     if "between_matmuls" in fp32_modules and dtype != "fp32":
         _refuse_other_matmuls(model)
         in_fp32 = "attention" in fp32_modules
@@ -127,7 +127,7 @@ def round_as_a_pass(model: PreTrainedModel) -> None:
     """Let attention of one query in a cast model round as that of many does: what is decoded from a cache then comes
     close to what a full-sequence pass gives. Elsewhere than on a CPU kernels are what they are."""
     implementation = str(model.config._attn_implementation)
-    if implementation.startswith(attention.NAME):
+    if not implementation.startswith(attention.FUSED_NAME):
         _set_attention(model, implementation.replace(attention.NAME, attention.PASS_NAME, 1))
 
 

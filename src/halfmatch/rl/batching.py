@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
+from halfmatch.precision.packing import Packing
+
 
 @dataclass(frozen=True)
 class Batch:
     """B prompts with their responses, padded on the right.
 
-    Attention is causal and padding stands behind every real token, so no real token can attend to padding: there is no
-    attention mask, and a row's numbers do not depend on how far it is padded. Column t of every [B, R] tensor is the
-    t-th token of the response, wherever the prompt ends.
+    Column t of every [B, R] tensor is the t-th token of the response, wherever the prompt ends. Models compute no
+    padding: see `packed`.
     """
 
     input_ids: torch.Tensor  # [B, T] int64
@@ -33,6 +34,24 @@ class Batch:
     def lengths(self) -> torch.Tensor:
         """Tokens of prompt and response, [B] int64."""
         return self.prompt_lengths + self.response_mask.sum(dim=1)
+
+    @property
+    def response_ids(self) -> torch.Tensor:
+        """The N response tokens, response by response, [N] int64."""
+        rows, columns = self._places()
+        return self.input_ids[rows, columns]
+
+    def packed(self) -> tuple[Packing, torch.Tensor]:
+        """How the sequences, each without its last token, lie end to end; and which of these tokens stands before each
+        of the N response tokens, response by response, [N] int64."""
+        lengths = self.lengths - 1
+        rows, columns = self._places()
+        return Packing.of(lengths), (lengths.cumsum(0) - lengths)[rows] + columns - 1
+
+    def _places(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where in [B, T] the response tokens stand: rows and columns, [N] each."""
+        rows, columns = self.response_mask.nonzero(as_tuple=True)
+        return rows, self.prompt_lengths[rows] + columns
 
     def select(self, rows: torch.Tensor) -> Batch:
         """Some rows, without the columns that are padding in all of them."""
@@ -129,17 +148,19 @@ def pad_routing(rows: Sequence[NDArray[Any]], length: int) -> torch.Tensor:
 
 
 def micro_batches(lengths: Sequence[int], budget: int) -> list[torch.Tensor]:
-    """Split rows into groups of at most `budget` tokens, padding included: row indices, [rows of the group] int64.
+    """Split rows into groups of at most `budget` tokens: row indices, [rows of the group] int64.
 
     Rows of similar length go together, longest first, ties in their order; a row longer than the budget goes alone. The
     split is a function of the lengths alone, so two passes over the same rows meet the same shapes.
     """
     groups: list[list[int]] = []
+    left = 0  # of the last group's budget
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= budget:
-            groups[-1].append(row)
-        else:
-            groups.append([row])
+        if not groups or lengths[row] > left:
+            groups.append([])
+            left = budget
+        groups[-1].append(row)
+        left -= lengths[row]
     return [torch.tensor(group, dtype=torch.int64) for group in groups]
 
 

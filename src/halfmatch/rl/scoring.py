@@ -4,9 +4,9 @@ The logits come out of the model in its compute dtype, rounded; the division by 
 that follows are float32 (float64 for a float64 model). The rollout engine does the same with its own logits, so what
 differs between log π and log μ is what the two models computed.
 
-A row's numbers do not depend on other rows by construction: padding stands on the right, and every reduction runs
-within a row. What is left is the kernels' choice of blocking by shape. On a CPU a row of a matmul has the same bits for
-8 rows or more, that is for every micro-batch of 8 tokens.
+A sequence's numbers do not depend on others by construction: no layer but attention looks at more than one token, and
+attention at one sequence (halfmatch.precision.packing). What is left is the kernels' choice of blocking by shape. On a
+CPU a row of a matmul has the same bits for 8 rows or more, that is for every micro-batch of 8 tokens.
 """
 
 from __future__ import annotations
@@ -24,38 +24,31 @@ from halfmatch.rl.batching import Batch, collate, micro_batches
 
 # Logits turned into float32 at a time: 64 MiB, however long the batch and large the vocabulary.
 CHUNK_ELEMENTS = 2**24
+# From so many rows on a row of a matmul has the same bits on a CPU; fewer positions are filled up.
+ROWS = 8
 
 
-def token_logprobs(model: torch.nn.Module, batch: Batch, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+def token_logprobs(model: Any, batch: Batch, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-prob of every response token and entropy of the distribution it stands in, in nats.
 
     Both [B, R] float32, exactly 0 outside the response mask. The log-probs carry gradients, the entropy does not.
     """
-    logits, positions = response_logits(model, batch)
-    mask = batch.response_mask
-    targets = batch.input_ids[_rows_and_columns(batch)]
-    logp, entropy = _SelectedLogSoftmax.apply(logits, positions, targets, temperature)
+    logits, mask = response_logits(model, batch), batch.response_mask
+    logp, entropy = _SelectedLogSoftmax.apply(logits, batch.response_ids, temperature)
     zeros = logp.new_zeros(mask.shape)
     return zeros.masked_scatter(mask, logp), zeros.masked_scatter(mask, entropy)
 
 
-def response_logits(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """One pass over whole sequences: logits [B, K, V] as they come out of the model, in its compute dtype, and where in
-    [B·K] those lie that the N response tokens are drawn from, [N] int64, response by response."""
-    first = int(batch.prompt_lengths.min()) - 1  # the earliest position that predicts a response token
-    kept = batch.input_ids.shape[1] - 1 - first
-    with nullcontext() if batch.routing is None else replayed(model, batch.routing):
-        logits = model(input_ids=batch.input_ids[:, :-1], logits_to_keep=kept, use_cache=False).logits
-    rows, columns = _rows_and_columns(batch)
-    return logits, rows * kept + columns - 1 - first
-
-
-def _rows_and_columns(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where in [B, T] the response tokens stand, [N] each."""
-    mask = batch.response_mask
-    columns = batch.prompt_lengths[:, None] + torch.arange(mask.shape[1], device=mask.device)  # of each response token
-    rows = torch.arange(mask.shape[0], device=mask.device)[:, None].expand_as(columns)
-    return rows[mask], columns[mask]
+def response_logits(model: Any, batch: Batch) -> torch.Tensor:
+    """One pass over whole sequences: the logits that the N response tokens are drawn from, response by response, as
+    they come out of the model, in its compute dtype, [N, V]."""
+    packing, before = batch.packed()
+    count = len(before)
+    if count < ROWS:
+        before = torch.cat([before, before.new_zeros(ROWS - count)])
+    with nullcontext() if batch.routing is None else replayed(model, packing.pack(batch.routing)):
+        logits = model(**packing.inputs(model, batch.input_ids), logits_to_keep=before).logits
+    return logits[0, :count]
 
 
 class _SelectedLogSoftmax(torch.autograd.Function):
@@ -68,18 +61,17 @@ class _SelectedLogSoftmax(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, positions: torch.Tensor, targets: torch.Tensor, temperature: float
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """logits [B, kept, V]; positions [N] into B·kept; targets [N] into V. Returns log-probs [N], entropies [N]."""
+        """logits [N, V]; targets [N] into V. Returns log-probs [N], entropies [N]."""
         wide = torch.promote_types(logits.dtype, torch.float32)
-        logp, entropy = (torch.empty(len(positions), dtype=wide, device=logits.device) for _ in range(2))
-        flat = logits.flatten(0, 1)
-        for chunk in _chunks(len(positions), logits.shape[-1]):
-            logprobs = torch.log_softmax(flat[positions[chunk]].to(wide).div_(temperature), dim=-1)
+        logp, entropy = (torch.empty(len(targets), dtype=wide, device=logits.device) for _ in range(2))
+        for chunk in _chunks(*logits.shape):
+            logprobs = torch.log_softmax(logits[chunk].to(wide, copy=True).div_(temperature), dim=-1)
             logp[chunk] = logprobs.gather(1, targets[chunk, None]).squeeze(1)
             # a token of probability 0 adds nothing, where -inf times 0 would be NaN
             entropy[chunk] = torch.special.entr(logprobs.exp_()).sum(dim=-1)
-        ctx.save_for_backward(logits, positions, targets)
+        ctx.save_for_backward(logits, targets)
         ctx.temperature = temperature
         ctx.mark_non_differentiable(entropy)
         return logp, entropy
@@ -88,17 +80,13 @@ class _SelectedLogSoftmax(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """d logp / d logits = (one-hot(target) − softmax) / temperature, in float32, then rounded once."""
-        logits, positions, targets = ctx.saved_tensors
+        logits, targets = ctx.saved_tensors
         grad_logp = grads[0]
-        flat = logits.flatten(0, 1)
-        for chunk in _chunks(len(positions), logits.shape[-1]):
-            wide = flat[positions[chunk]].to(grad_logp.dtype).div_(ctx.temperature)
-            wide = torch.softmax(wide, dim=-1).neg_()
+        for chunk in _chunks(*logits.shape):
+            wide = torch.softmax(logits[chunk].to(grad_logp.dtype, copy=True).div_(ctx.temperature), dim=-1).neg_()
             wide.scatter_add_(1, targets[chunk, None], torch.ones_like(wide[:, :1]))
-            wide.mul_(grad_logp[chunk, None] / ctx.temperature)
-            flat[positions[chunk]] = wide.to(logits.dtype)
-        others = torch.ones(len(flat), 1, dtype=torch.bool, device=flat.device).index_fill_(0, positions, False)
-        return flat.masked_fill_(others, 0).view_as(logits), None, None, None
+            logits[chunk] = wide.mul_(grad_logp[chunk, None] / ctx.temperature)
+        return logits, None, None
 
 
 def _chunks(positions: int, vocabulary: int) -> Iterator[slice]:

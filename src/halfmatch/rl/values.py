@@ -44,9 +44,9 @@ class ValueModel(torch.nn.Module):
         torch.nn.init.zeros_(self.value_head.weight)
         torch.nn.init.zeros_(self.value_head.bias)
 
-    def forward(self, input_ids: Tensor, use_cache: bool = False) -> Tensor:
-        """Token ids [B, T] → values [B, T] float32, each of the state after the token."""
-        hidden = self.backbone(input_ids=input_ids, use_cache=use_cache).last_hidden_state
+    def forward(self, input_ids: Tensor, **options: Any) -> Tensor:
+        """Token ids [B, T] → values [B, T] float32, each of the state after the token. options: the backbone's."""
+        hidden = self.backbone(input_ids=input_ids, **options).last_hidden_state
         return self.value_head(hidden).squeeze(-1).float()
 
     def get_input_embeddings(self) -> torch.nn.Module:
@@ -59,12 +59,11 @@ class ValueModel(torch.nn.Module):
         self.backbone.set_attn_implementation(implementation)
 
 
-def token_values(model: torch.nn.Module, batch: Batch) -> Tensor:
+def token_values(model: Any, batch: Batch) -> Tensor:
     """The value of the state that every response token was sampled in: [B, R] float32, 0 outside the response mask."""
-    values = model(input_ids=batch.input_ids[:, :-1])
-    mask = batch.response_mask
-    columns = batch.prompt_lengths[:, None] - 1 + torch.arange(mask.shape[1], device=mask.device)
-    return values.gather(1, columns.clamp(max=values.shape[1] - 1)).masked_fill(~mask, 0.0)
+    packing, before = batch.packed()
+    values, mask = model(**packing.inputs(model, batch.input_ids)), batch.response_mask
+    return values.new_zeros(mask.shape).masked_scatter(mask, values[0, before])
 
 
 def value_loss(
