@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from transformers import PretrainedConfig
 
 from halfmatch import artifacts
 from halfmatch.errors import UserError
@@ -25,11 +26,12 @@ class TwoTokens(torch.nn.Module):
     def __init__(self, seed=0):
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
+        self.config = PretrainedConfig()
         self.embedding = torch.nn.Parameter(torch.randn(VOCABULARY, 6, generator=generator))
         self.head = torch.nn.Parameter(torch.randn(VOCABULARY, 6, generator=generator))
 
-    def forward(self, input_ids, logits_to_keep, use_cache):
-        hidden = torch.tanh(self.embedding[input_ids[:, -logits_to_keep:]])
+    def forward(self, input_ids, logits_to_keep, **_):
+        hidden = torch.tanh(self.embedding[input_ids[:, logits_to_keep]])
         return SimpleNamespace(logits=hidden @ self.head.T)
 
 

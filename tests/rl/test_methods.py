@@ -259,7 +259,7 @@ def test_pairs_become_more_likely_to_be_told_apart(build, tmp_path):
     rollouts = trainer.sample()
     plans = trainer.plan(rollouts)
     experience = trainer.experience(rollouts, plans)
-    columns = [trainer.gradient_step(experience, plans[0])[0] for _ in range(12)]
+    columns = [trainer.gradient_step(experience, plans[0], is_first=False)[0] for _ in range(12)]
     assert columns[-1]["preference_margin"] > 1
     assert columns[-1]["preference_accuracy"] == 1
     assert columns[-1]["loss"] < 0.5 * columns[0]["loss"]

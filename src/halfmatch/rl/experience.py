@@ -21,23 +21,35 @@ class Experience:
     batch: Batch
     advantages: torch.Tensor  # float32: [B], or of tokens [B, R]
     logp_rollout: torch.Tensor  # log μ, [B, R] float32
-    logp_old: torch.Tensor | None  # log π(θ'), [B, R] float32, where the objective needs it
+    # log π(θ'), [B, R] float32, where the objective needs it; of the first step's rows from that step on
+    logp_old: torch.Tensor | None
     logp_reference: torch.Tensor | None = None  # of the initial policy, [B, R] float32, where the objective needs it
     targets: Targets | None = None  # of the value model, where there is one
 
-    def part(self, rows: torch.Tensor, width: int) -> dict[str, Any]:
-        """What `policy_loss` is told of some rows, none of which has more than `width` response tokens."""
+    def part(self, rows: torch.Tensor, width: int, logp_old: torch.Tensor | None) -> dict[str, Any]:
+        """What `policy_loss` is told of some rows, none of which has more than `width` response tokens.
+
+        logp_old: log π(θ') of these rows at least, [B, R] float32.
+        """
 
         def cut(values: torch.Tensor | None) -> torch.Tensor | None:
             return values if values is None else values[rows, :width]
 
         return {
-            "logp_old": cut(self.logp_old),
+            "logp_old": cut(logp_old),
             "logp_rollout": cut(self.logp_rollout),
             "logp_reference": cut(self.logp_reference),
             "advantages": self.advantages[rows] if self.advantages.dim() == 1 else cut(self.advantages),
             "mask": cut(self.batch.response_mask),
         }
+
+    def complete(self, logp: torch.Tensor, plans: Sequence[Plan]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take in log π(θ') of the first step's rows, [B, R]; returns all that is known of it, and of which rows."""
+        first = plans[0].rows
+        if self.logp_old is None:
+            return logp, first
+        self.logp_old[first] = logp[first]
+        return self.logp_old, torch.cat([plan.rows for plan in plans])
 
 
 @dataclass(frozen=True)
@@ -59,8 +71,7 @@ def plan_steps(units: torch.Tensor, lengths: torch.Tensor, *, steps: int, budget
     hands = [units[step::steps] for step in range(steps)]
     plans = []
     for hand in [hands[0], *(hand for hand in hands[1:] if len(hand))]:
-        tokens = units.shape[1] * lengths[hand].amax(dim=1)
-        share = rank_shares(tokens.tolist(), budget, ranks.size)[ranks.rank]
+        share = rank_shares(lengths[hand].sum(dim=1).tolist(), budget, ranks.size)[ranks.rank]
         plans.append(Plan(hand.flatten(), [hand[part].flatten() for part in share]))
     return plans
 

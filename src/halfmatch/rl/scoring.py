@@ -43,12 +43,11 @@ def response_logits(model: Any, batch: Batch) -> torch.Tensor:
     """One pass over whole sequences: the logits that the N response tokens are drawn from, response by response, as
     they come out of the model, in its compute dtype, [N, V]."""
     packing, before = batch.packed()
-    count = len(before)
-    if count < ROWS:
-        before = torch.cat([before, before.new_zeros(ROWS - count)])
+    fill = max(0, ROWS - len(before))
+    before = torch.cat([before.new_zeros(fill), before])
     with nullcontext() if batch.routing is None else replayed(model, packing.pack(batch.routing)):
         logits = model(**packing.inputs(model, batch.input_ids), logits_to_keep=before).logits
-    return logits[0, :count]
+    return logits[0, fill:]
 
 
 class _SelectedLogSoftmax(torch.autograd.Function):

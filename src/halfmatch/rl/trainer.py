@@ -176,15 +176,14 @@ class Trainer:
             experience = self.experience(rollouts, plans)
 
         mismatch: dict[str, float] = {}
-        if experience.logp_old is not None:
-            mismatch = mismatch_columns(experience, experience.logp_old, torch.cat([plan.rows for plan in plans]))
         if self.settings.lora and self.settings.lora.push == "merged":
-            mismatch |= self._merge_columns(experience, plans[0])
+            mismatch = self._merge_columns(experience, plans[0])
         for number, plan in enumerate(plans):
             with self._timed("training"):
-                columns, logp = self.gradient_step(experience, plan)
-            if number == 0 and experience.logp_old is None:  # θ = θ' in the first step, and in no other
-                mismatch |= mismatch_columns(experience, logp, plan.rows)
+                columns, logp = self.gradient_step(experience, plan, is_first=number == 0)
+            if number == 0:  # θ = θ' in the first step, and in no other
+                scored = experience.complete(logp, plans)
+                mismatch |= mismatch_columns(experience, *scored)
             yield complete(
                 {
                     "iteration": self.iterations,
@@ -276,11 +275,13 @@ class Trainer:
         """Rewards become advantages; the passes of π(θ') and the initial policy run where the objective needs them."""
         device = next(self.policy.model.parameters()).device
         batch, objective = rollouts.batch.to(device), self.objective
-        logp_old = self._score_all(self.policy.model, batch, plans) if objective.needs_old_logp else None
+        kl, logp_old = objective.kl, None
+        if objective.needs_old_logp:  # the first step computes what it needs of them itself
+            logp_old = self._score_all(self.policy.model, batch, plans if kl.is_in("reward") else plans[1:])
         logp_reference = self._score_all(self.reference, batch, plans) if self.reference is not None else None
         lengths, longest = batch.response_mask.sum(dim=1), self.settings.sampling.max_tokens
         rewards = shaped_rewards(rollouts.rewards.to(device), lengths, objective.overlong, longest)
-        kl, estimates, targets = objective.kl, None, None
+        estimates, targets = None, None
         if kl.is_in("reward"):
             assert logp_old is not None
             assert logp_reference is not None
@@ -301,12 +302,14 @@ class Trainer:
         logp_rollout = rollouts.logp_rollout.to(device)
         return Experience(batch, advantages, logp_rollout, logp_old, logp_reference, targets)
 
-    def gradient_step(self, experience: Experience, plan: Plan) -> tuple[dict[str, Any], torch.Tensor]:
+    def gradient_step(
+        self, experience: Experience, plan: Plan, *, is_first: bool
+    ) -> tuple[dict[str, Any], torch.Tensor]:
         """One optimizer step, left out where a gradient is not finite; returns its columns of the log and log π(θ) of
-        its rows before the step, [B, R]."""
+        its rows before the step, [B, R]. `is_first` of the iteration: θ = θ' before it."""
         step = len(self.rows)
         rate = self.learning_rate(step)
-        (columns, logp), taken = self.policy.update(partial(self._accumulate, experience, plan), rate)
+        (columns, logp), taken = self.policy.update(partial(self._accumulate, experience, plan, is_first), rate)
         columns |= taken | {
             "learning_rate": rate,
             "skip_share": (sum(row["step_skipped"] for row in self.rows) + taken["step_skipped"]) / (step + 1),
@@ -340,24 +343,27 @@ class Trainer:
             scores[rows, : logp.shape[1]] = logp
         return self.ranks.sum(scores)
 
-    def _accumulate(self, experience: Experience, plan: Plan) -> tuple[dict[str, Any], torch.Tensor]:
+    def _accumulate(self, experience: Experience, plan: Plan, is_first: bool) -> tuple[dict[str, Any], torch.Tensor]:
         """Forward and backward over the micro-batches of a step. Each loss is its share of the step's, so the summed
         gradients are the step's whatever the split."""
         totals = Totals.of(experience.batch.response_mask[plan.rows])
         sums, parts = torch.zeros(2, dtype=torch.float64), []
         logp = torch.zeros_like(experience.logp_rollout)
+        logp_old = experience.logp_old
+        if is_first and logp_old is not None:
+            logp_old = logp
         for number, rows in enumerate(plan.micro_batches):
             micro_logp, micro_entropy = self._score(self.policy.model, experience.batch, rows)
             width = micro_logp.shape[1]
+            logp[rows, :width] = micro_logp.detach()
             micro_loss, statistics = policy_loss(
                 self.objective,
                 logp=micro_logp,
                 max_length=self.settings.sampling.max_tokens,
                 totals=totals,
-                **experience.part(rows, width),
+                **experience.part(rows, width, logp_old),
             )
             self.policy.backward(micro_loss, last=number == len(plan.micro_batches) - 1)
-            logp[rows, :width] = micro_logp.detach()
             sums += torch.tensor([micro_loss.item(), micro_entropy.sum().item()], dtype=torch.float64)
             parts.append(statistics)
         columns = merge_statistics(self.objective, self.ranks.gather(parts))
