@@ -20,7 +20,7 @@ from transformers import (
 from halfmatch.errors import UserError
 from halfmatch.precision import attention
 from halfmatch.precision.casting import cast_model
-from halfmatch.precision.packing import Packing, of_packed
+from halfmatch.precision.packing import Packing, Rows, of_packed
 
 SIZES = {
     "vocab_size": 19,
@@ -29,7 +29,7 @@ SIZES = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
+    "max_position_embeddings": 128,
 }
 MODELS = {
     "llama": (LlamaForCausalLM, LlamaConfig, {}),
@@ -45,7 +45,7 @@ MODELS = {
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "head_dim": 4},
     ),
 }
-SEQUENCES = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3], [5], [2, 7, 1, 8, 2, 8, 1], [16, 1, 8]]
+SEQUENCES = [[*range(3, 18)] * 5, [3, 1, 4, 1, 5, 9, 2, 6, 5, 3], [5], [2, 7, 1, 8, 2, 8, 1], [16, 1, 8]]
 LENGTHS = torch.tensor([len(sequence) for sequence in SEQUENCES])
 
 
@@ -62,9 +62,14 @@ def padded():
     return rows
 
 
+def test_neighbours_with_as_many_blocks_of_keys_are_computed_together():
+    groups = Packing.of(torch.tensor([130, 129, 128, 70, 65, 64, 1, 100])).groups
+    assert [(group.count, group.width) for group in groups] == [(2, 130), (3, 128), (2, 64), (1, 100)]
+
+
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=6).filter(any))
 def test_what_is_packed_and_unpacked_is_what_it_was_and_zeros(lengths):
-    packing = Packing.of(torch.tensor(lengths))
+    packing = Rows.of(torch.tensor(lengths))
     rows = torch.arange(1.0, 1 + len(lengths) * packing.width * 2).view(len(lengths), packing.width, 2)
     packed = packing.pack(rows)
     expected = [rows[row, place].tolist() for row, length in enumerate(lengths) for place in range(length)]
@@ -99,7 +104,7 @@ def test_in_16_bits_a_sequence_has_the_same_bits_in_any_company(dtype, fp32_modu
     cast_model(model, dtype, fp32_modules, emulate="always")
     company = Packing.of(LENGTHS)
     rows = padded()
-    together = company.unpack(model(**company.inputs(model, rows)).logits)
+    together = company.rows.unpack(model(**company.inputs(model, rows)).logits)
     alone = Packing.of(LENGTHS[:1])
     assert torch.equal(model(**alone.inputs(model, rows[:1])).logits[0], together[0])
 
@@ -118,7 +123,7 @@ def test_layers_are_given_no_padding():
     model.model.layers[0].mlp.register_forward_hook(lambda module, given, result: seen.append(result.shape))
     packing = Packing.of(LENGTHS)
     model(**packing.inputs(model, padded()))
-    assert seen == [(1, 21, 16)]  # 10 + 1 + 7 + 3 tokens
+    assert seen == [(1, 96, 16)]  # 75 + 10 + 1 + 7 + 3 tokens
 
 
 def test_a_model_that_does_not_tell_its_attention_is_an_error():

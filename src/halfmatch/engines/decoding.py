@@ -15,7 +15,7 @@ from halfmatch.engines.cache import PromptCache, SlotCache
 from halfmatch.engines.sampling import NUMBERS, Numbers, log_distribution
 from halfmatch.models.routing import recorded
 from halfmatch.precision import dtype_name
-from halfmatch.precision.attention import BLOCK
+from halfmatch.precision.packing import BLOCK
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel

@@ -26,7 +26,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from halfmatch.errors import UserError
 from halfmatch.precision import torch_dtype
-from halfmatch.precision.packing import PREFIX, of_packed
+from halfmatch.precision.packing import BLOCK, PREFIX, of_packed
 
 if TYPE_CHECKING:
     from halfmatch.precision import DType
@@ -36,9 +36,6 @@ NAME = PREFIX
 PASS_NAME = f"{PREFIX}-pass"
 # PyTorch's fused kernels: what there is elsewhere than on a CPU.
 FUSED_NAME = f"{PREFIX}-fused"
-# Keys are padded to multiples of this, and products with V are summed block by block in order. What is masked adds
-# zeros behind the end, so a result does not depend on how far its sequence is padded.
-BLOCK = 64
 _LOG2_E = math.log2(math.e)
 _MASKED = torch.finfo(torch.float32).min  # not -inf: a row without any key must not become NaN
 # What some models ask of attention beyond the plain thing; ignoring it would be wrong silently.
@@ -74,6 +71,8 @@ def attention(
         attention_mask = torch.ones(length, seen, dtype=torch.bool, device=query.device).tril_(seen - length)[
             None, None
         ]
+    # Products with V are summed block by block, in order. What is masked adds zeros behind the end, so a result does not
+    # depend on how far its sequence is padded.
     if behind := -seen % BLOCK:
         key, value = pad(key, (0, 0, 0, behind)), pad(value, (0, 0, 0, behind))
         attention_mask = pad(attention_mask, (0, behind))
