@@ -68,8 +68,9 @@ class _SelectedLogSoftmax(torch.autograd.Function):
         for chunk in _chunks(*logits.shape):
             logprobs = torch.log_softmax(logits[chunk].to(wide, copy=True).div_(temperature), dim=-1)
             logp[chunk] = logprobs.gather(1, targets[chunk, None]).squeeze(1)
-            # a token of probability 0 adds nothing, where -inf times 0 would be NaN
-            entropy[chunk] = torch.special.entr(logprobs.exp_()).sum(dim=-1)
+            probabilities = logprobs.exp()
+            logprobs.clamp_(min=torch.finfo(wide).min)  # a token of probability 0 adds nothing, and no 0 times -inf
+            entropy[chunk] = -probabilities.mul_(logprobs).sum(dim=-1)
         ctx.save_for_backward(logits, targets)
         ctx.temperature = temperature
         ctx.mark_non_differentiable(entropy)
