@@ -71,8 +71,8 @@ def attention(
         attention_mask = torch.ones(length, seen, dtype=torch.bool, device=query.device).tril_(seen - length)[
             None, None
         ]
-    # Products with V are summed block by block, in order, and what is masked adds zeros behind the end: so a result does
-    # not depend on how far its sequence is padded.
+    # Products with V are summed block by block, in order, and what is masked adds zeros behind the end: so a result
+    # does not depend on how far its sequence is padded.
     if behind := -seen % BLOCK:
         key, value = pad(key, (0, 0, 0, behind)), pad(value, (0, 0, 0, behind))
         attention_mask = pad(attention_mask, (0, behind))
