@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from halfmatch.config import EngineSettings
 from halfmatch.engines import create
-from halfmatch.engines.vllm import cpu_cache_bytes
+from halfmatch.engines.vllm import VllmEngine
+from halfmatch.engines.vllm_platform import cpu_cache_bytes
 from halfmatch.errors import UserError
 from halfmatch.precision import Precision
 
@@ -47,3 +49,11 @@ def test_a_split_fp32_head_is_refused(tiny_model_folder: Path) -> None:
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no config\.json"):
         create("vllm", tmp_path, Precision.named("bf16"), EngineSettings(name="vllm"))
+
+
+def test_a_vllm_that_draws_otherwise_than_the_configuration_says_is_refused() -> None:
+    found = {"dtypes": ["bfloat16"], "head_dtype": "bfloat16", "draws": None}
+    engine = object.__new__(VllmEngine)
+    engine._llm, engine._fp32_head = SimpleNamespace(collective_rpc=lambda inspect: [found]), None
+    with pytest.raises(UserError, match=r"engine\.draws: race: vLLM 0\.33 draws on H100 by a kernel of its own"):
+        engine._describe("0.33", "H100", Precision.named("bf16"), EngineSettings(name="vllm", draws="race"))

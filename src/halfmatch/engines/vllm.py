@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from halfmatch.engines import Completion, NonFiniteError, Request, vllm_head, vllm_weights
+from halfmatch.engines import Completion, NonFiniteError, Request, vllm_head, vllm_platform, vllm_weights
 from halfmatch.errors import UserError
 from halfmatch.precision import torch_dtype
 
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 # vLLM raises a temperature below this to this, silently: the log-probs would be those of another distribution.
 LOWEST_TEMPERATURE = 0.01
-# Tokens of KV cache a slot on a CPU. Longer sequences fit; more of them than fit at once wait for their turn.
-CPU_CACHE_TOKENS_A_SLOT = 2048
 _ENVIRONMENT = {
     # The engine runs in this process: starts in seconds, and takes weights without copying them between processes.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -59,28 +57,6 @@ def import_vllm() -> Any:
             "on a machine with GPUs, requirements/cpu-vllm.lock on one without, or choose engine.name: transformers"
         ) from error
     return vllm
-
-
-def cpu_cache_bytes(token_bytes: int, context: int, slots: int, share: float, available: int) -> int:
-    """Bytes of KV cache on a CPU, where vLLM's own choice would take a share of the whole machine from every job.
-
-    Enough for `slots` sequences of CPU_CACHE_TOKENS_A_SLOT tokens and for one of the whole context, but at most `share`
-    of the `available` bytes; a token takes `token_bytes`, a sequence at most `context` tokens.
-    """
-    # One block (128 tokens on a CPU) a sequence is partly empty, and one block is vLLM's own.
-    block = 128
-    tokens = max(slots * (min(context, CPU_CACHE_TOKENS_A_SLOT) + block), context) + block
-    return min(tokens * token_bytes, int(share * available))
-
-
-def _cache_bytes_a_token(model: Path, dtype: torch.dtype) -> tuple[int, int]:
-    """Bytes of keys and values a token, and the context length, from a model folder's configuration."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(model).get_text_config()
-    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * kv_heads * head_dim * dtype.itemsize, config.max_position_embeddings
 
 
 @contextlib.contextmanager
@@ -181,7 +157,7 @@ class VllmEngine:
                 seed=0,
                 use_tqdm_on_load=False,
                 enable_sleep_mode=self._can_sleep,
-                **_platform_settings(Path(model), precision.rollout, settings),
+                **vllm_platform.settings_for(Path(model), precision.rollout, settings),
                 **vllm_weights.adapter_settings(adapter),
             )
         self._adapter, self._lora_request = adapter, None
@@ -206,7 +182,8 @@ class VllmEngine:
         if found["draws"] != settings.draws:
             raise UserError(
                 f"engine.draws: {settings.draws}: vLLM {version} draws on {device} by a kernel of its own, with "
-                "numbers that no other engine has; remove engine.draws, and responses pair up by problem alone"
+                "numbers that no other engine has; on GPUs set VLLM_USE_V2_MODEL_RUNNER=0 in the environment, or "
+                "remove engine.draws: responses then pair up by problem alone"
             )
         self.dtype = precision.rollout
         self._context: int = found["context"]
@@ -345,33 +322,6 @@ class VllmEngine:
         self._llm.llm_engine.engine_core.shutdown()
         del self._llm
         gc.collect()
-
-
-def _platform_settings(model: Path, dtype: DType, settings: EngineSettings) -> dict[str, Any]:
-    """What differs between a CPU and GPUs."""
-    if settings.device == "cpu":
-        import psutil
-
-        token_bytes, context = _cache_bytes_a_token(model, torch_dtype(dtype))
-        available = psutil.virtual_memory().available
-        return {
-            # Compiling for a CPU takes minutes and no run here lasts long enough to win them back.
-            "enforce_eager": True,
-            # A prompt is prefilled in one step: where it is cut, vLLM moves the offset of the request's generator back,
-            # which generators on a CPU do not have.
-            "enable_chunked_prefill": False,
-            "kv_cache_memory_bytes": cpu_cache_bytes(
-                token_bytes, context, settings.slots, settings.gpu_memory, available
-            ),
-        }
-    return {"gpu_memory_utilization": settings.gpu_memory, **_launcher(os.environ)}
-
-
-def _launcher(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Among the ranks of a training run the engine lives on the rank's own GPU, or with tensor parallelism on those of
-    ranks side by side; alone it starts what processes it needs."""
-    several = int(environment.get("WORLD_SIZE", "1")) > 1
-    return {"distributed_executor_backend": "external_launcher"} if several else {}
 
 
 def _sampling_parameters(request: Request, sampling: Sampling, stop_token_ids: Sequence[int]) -> Any:
