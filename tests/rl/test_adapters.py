@@ -24,24 +24,24 @@ from halfmatch.rl.trainer import Trainer
 
 sys.path.insert(0, str(Path(__file__).parent))
 import ranked
-from test_trainer import CannedEngine, quiet, settings
+from test_trainer import quiet, settings
 
 ADAPTER = {"rank": 4, "alpha": 8, "targets": ["q_proj", "v_proj", "down_proj"]}
 BF16 = Precision.named("bf16", emulate="always")
 
 
-def with_adapter(folder: Path, precision: Precision = BF16, push: str = "merged", **changes) -> Trainer:
+def with_adapter(
+    folder: Path, precision: Precision = BF16, push: str = "merged", objective: str = "grpo", **changes
+) -> Trainer:
     training = settings(lora={**ADAPTER, "push": push}, **changes)
     adapter = training.lora if push == "unmerged" else None
     engine = create("transformers", folder, precision, EngineSettings(slots=8), adapter=adapter)
-    return ranked.build(folder, ALONE, "grpo", precision, engine=engine, training=training)
+    return ranked.build(folder, ALONE, objective, precision, engine=engine, training=training)
 
 
-def canned(folder: Path, precision: Precision, **changes) -> Trainer:
+def canned(folder: Path, precision: Precision, objective: str = "grpo", **changes) -> Trainer:
     """On responses that do not depend on the weights, so that there always is something to learn."""
-    engine = CannedEngine()
-    engine.dtype = precision.rollout
-    return ranked.build(folder, ALONE, "grpo", precision, engine=engine, training=settings(lora=ADAPTER), **changes)
+    return ranked.build(folder, ALONE, objective, precision, training=settings(lora=ADAPTER), **changes)
 
 
 def run(trainer: Trainer, folder: Path) -> list[dict]:
@@ -105,8 +105,9 @@ def test_the_trained_model_and_its_adapter_are_one_policy(tiny_model_folder: Pat
     assert (merged(input_ids=ids).logits - before).abs().max() > 1e-2
 
 
-def test_resumed_equals_uninterrupted_bit_for_bit(tiny_model_folder: Path, tmp_path: Path):
-    changes = {"iterations": 3}
+@pytest.mark.parametrize("objective", ["grpo", "ppo", "dpo"])
+def test_resumed_equals_uninterrupted_bit_for_bit(tiny_model_folder: Path, tmp_path: Path, objective: str):
+    changes = {"objective": objective, "iterations": 3}
     whole = with_adapter(tiny_model_folder, **changes)
     rows = run(whole, tmp_path / "whole")
     first = with_adapter(tiny_model_folder, **changes)
@@ -114,6 +115,7 @@ def test_resumed_equals_uninterrupted_bit_for_bit(tiny_model_folder: Path, tmp_p
     run(first, tmp_path / "parts")
     second = with_adapter(tiny_model_folder, **changes)
     assert repr(run(second, tmp_path / "parts")) == repr(rows)
+    assert any(row["gradient_norm"] > 0 for row in rows[2:])
     ours, theirs = second.trained_weights(), whole.trained_weights()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
@@ -124,6 +126,29 @@ def test_an_adapter_is_trained_with_a_kl_to_the_model_it_adapts(tiny_model_folde
     free, held = run(canned(tiny_model_folder, BF16), tmp_path / "free"), run(trainer, tmp_path / "held")
     assert held[0]["loss"] == free[0]["loss"]  # a new adapter is no distance from the model that it adapts
     assert held[1]["loss"] > free[1]["loss"]
+
+
+@pytest.mark.parametrize("precision", [BF16, Precision.named("fp16", emulate="always")], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("objective", ["ppo", "dpo"])
+def test_of_the_policy_the_adapter_alone_is_trained(
+    tiny_model_folder: Path, tmp_path: Path, objective: str, precision: Precision
+):
+    """Against plain training in test_methods."""
+    trainer = canned(tiny_model_folder, precision, objective)
+    before = {name: weight.detach().clone() for name, weight in trainer.policy.model.named_parameters()}
+    run(trainer, tmp_path)
+    for name, weight in trainer.policy.model.named_parameters():
+        assert torch.equal(weight, before[name]) != (".lora_" in name), name
+
+
+def test_with_an_adapter_ppo_trains_its_value_model_whole(tiny_model_folder: Path, tmp_path: Path):
+    trainer = canned(tiny_model_folder, BF16, "ppo")
+    learner = trainer.critic.learner
+    before = {name: weight.clone() for name, weight in learner.masters.named()}
+    assert "value_head.weight" in before
+    assert not any(".lora_" in name for name in before)
+    run(trainer, tmp_path)
+    assert not any(torch.equal(weight, before[name]) for name, weight in learner.masters.named())
 
 
 # --------------------------------------------------------------------------------------------------- routing, replayed

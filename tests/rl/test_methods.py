@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.utils.parametrize import register_parametrization
+from transformers import AutoModelForCausalLM
 
 from halfmatch.precision import Precision
 from halfmatch.rl.checkpoints import Checkpoints
@@ -21,6 +23,13 @@ from ranked import build as build_on
 from test_trainer import CannedEngine, DigitGrader, letters, quiet, settings
 
 FP32 = Precision.named("fp32")
+ADAPTER = {"rank": 4, "alpha": 8, "targets": ["q_proj", "v_proj", "down_proj"]}
+
+
+@pytest.fixture
+def stored(tiny_model_folder):
+    """The tiny model, as every run starts from it."""
+    return AutoModelForCausalLM.from_pretrained(tiny_model_folder, dtype=torch.float32).eval()
 
 
 @pytest.fixture
@@ -42,21 +51,42 @@ def generated(trainer):
     return [requests for kind, requests in trainer.engine.calls if kind == "generate"]
 
 
-class Plain:
-    """A model in float64 with its AdamW, stepped as the settings say."""
+class Merged(torch.nn.Module):
+    """W + 2 B A in the place of a weight W."""
 
-    def __init__(self, model, training, rate):
+    def __init__(self, a, b):
+        super().__init__()
+        self.a, self.b = a, b
+
+    def forward(self, weight):
+        return weight + 2 * self.b @ self.a
+
+
+class Plain:
+    """A model in float64 with its AdamW, stepped as the settings say.
+
+    adapter: the weights A and B to start from, by the names of the trainer's; they alone are trained then.
+    """
+
+    def __init__(self, model, training, rate, adapter=None):
         self.model = deepcopy(model).double()
         getattr(self.model, "backbone", self.model).set_attn_implementation("eager")
+        self.trained = dict(self.model.named_parameters())
+        if adapter:
+            self.model.requires_grad_(False)
+            self.trained = {name: torch.nn.Parameter(weight.double()) for name, weight in adapter.items()}
+            for path in {name.partition(".lora_")[0] for name in adapter}:
+                sides = [self.trained[f"{path}.lora_{side}.default.weight"] for side in "AB"]
+                register_parametrization(self.model.get_submodule(path), "weight", Merged(*sides))
         self.training, self.rate, self.steps = training, rate, 0
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), betas=training.adam_betas, eps=training.adam_eps, weight_decay=0.0
+            self.trained.values(), betas=training.adam_betas, eps=training.adam_eps, weight_decay=0.0
         )
 
     def step(self, loss):
         self.optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.training.clip_norm)
+        torch.nn.utils.clip_grad_norm_(self.trained.values(), self.training.clip_norm)
         self.steps += 1
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate * min(1.0, self.steps / self.training.warmup_steps)
@@ -72,7 +102,8 @@ class Plain:
         return self.model.value_head(hidden[len(prompt) - 1 : -1])[:, 0]
 
     def assert_close(self, masters, start):
-        for name, parameter in self.model.named_parameters():
+        assert masters.keys() == self.trained.keys()
+        for name, parameter in self.trained.items():
             moved = (parameter.detach() - start[name]).abs().max()
             assert moved > 1e-3, name
             torch.testing.assert_close(
@@ -103,12 +134,14 @@ def plain_gae(reward, values, discount, gae_lambda):
     return advantages
 
 
-def test_ppo_equals_plain_training_in_float64(build, tmp_path):
-    training = settings(clip_norm=0.5, critic_learning_rate=5e-3, gradient_steps=2)
+@pytest.mark.parametrize("lora", [None, ADAPTER], ids=["all weights", "an adapter"])
+def test_ppo_equals_plain_training_in_float64(build, stored, tmp_path, lora):
+    """With an adapter the critic is trained whole, from the same backbone."""
+    training = settings(clip_norm=0.5, critic_learning_rate=5e-3, gradient_steps=2, lora=lora)
     trainer = build("ppo", training=training, discount=0.9, gae_lambda=0.8, value_clip=0.1)
-    policy = Plain(trainer.policy.model, training, training.learning_rate)
-    critic = Plain(ValueModel(trainer.policy.model), training, 5e-3)
     starts = weights_of(trainer.policy), weights_of(trainer.critic.learner)
+    policy = Plain(stored, training, training.learning_rate, adapter=starts[0] if lora else None)
+    critic = Plain(ValueModel(stored), training, 5e-3)
     rows = run(trainer, tmp_path)
 
     losses = []
@@ -218,12 +251,13 @@ def plain_pairs(rewards, samples):
     return pairs
 
 
-def test_dpo_equals_plain_training_in_float64(build, tmp_path):
-    training = settings(prompts_per_iteration=3, clip_norm=0.5)
+@pytest.mark.parametrize("lora", [None, ADAPTER], ids=["all weights", "an adapter"])
+def test_dpo_equals_plain_training_in_float64(build, stored, tmp_path, lora):
+    training = settings(prompts_per_iteration=3, clip_norm=0.5, lora=lora)
     trainer = build("dpo", training=training, beta=0.5, dynamic_sampling=False)
-    policy = Plain(trainer.policy.model, training, training.learning_rate)
-    reference = deepcopy(policy)
     start = weights_of(trainer.policy)
+    policy = Plain(stored, training, training.learning_rate, adapter=start if lora else None)
+    reference = Plain(stored, training, training.learning_rate)
     rows = run(trainer, tmp_path)
 
     losses, margins, counts = [], [], []
