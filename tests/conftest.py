@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,17 @@ from halfmatch.config_files import to_yaml
 # A first example pays for imports, and a busy machine is no failure: no test depends on time.
 settings.register_profile("halfmatch", deadline=None)
 settings.load_profile("halfmatch")
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Torch computes with one thread, as the steps do: with more, sums have another order in another batch."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,8 @@ from halfmatch.precision import Precision
 from halfmatch.precision.casting import cast_model, round_as_a_pass
 from halfmatch.rl.scoring import response_logprobs
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 EOS = 1
 REQUESTS = [
     *(Request((2, 5, 9), seed) for seed in range(12)),
@@ -21,14 +23,6 @@ REQUESTS = [
     *(Request((4 + index, *range(2, 9 + index)), 300 + index) for index in range(5)),
 ]
 SAMPLING = Sampling(max_tokens=24)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

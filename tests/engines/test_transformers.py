@@ -33,6 +33,8 @@ from halfmatch.precision import Precision, torch_dtype
 from halfmatch.precision.casting import cast_model
 from halfmatch.seeds import uniforms
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 EOS = 1
 SIZES = {
     "vocab_size": 20,
@@ -56,14 +58,6 @@ REQUESTS = [
     *(Request((4 + index, *range(2, 9 + index)), 300 + index) for index in range(5)),
 ]
 SAMPLING = Sampling(max_tokens=24)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def engine_of(folder, dtype="fp32", slots=8, **changes):

@@ -20,17 +20,11 @@ from halfmatch.precision import Precision
 from halfmatch.precision.casting import cast_model
 from halfmatch.rl.scoring import response_logprobs
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TEMPERATURE = 0.8
 VOCABULARY = 20
 REQUESTS = [Request((2, 5, 3), seed) for seed in range(2)] + [Request((7, 4 + seed), seed) for seed in range(3)]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def precision(dtype, *fp32_modules):

@@ -15,15 +15,9 @@ from halfmatch.precision.casting import cast_model
 from halfmatch.precision.monitors import audit_matmuls
 from halfmatch.precision.own_matmuls import OwnMatmuls
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 IDS = torch.arange(2, 20).reshape(2, 9)  # without the padding token, whose zeros a norm turns into large gradients
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def cast(folder: Path, dtype: str, fp32_modules: tuple[str, ...] = ()) -> PreTrainedModel:
