@@ -97,6 +97,7 @@ def parameters(shape: ModelShape) -> int:
 
 
 def layer_parameters(shape: ModelShape) -> int:
+    """Of one decoder layer: attention, MLP or all its experts, and router."""
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     attention = shape.hidden_size * (2 * queries + 2 * keys)
     router = shape.experts * shape.hidden_size if shape.experts > 1 else 0
@@ -192,7 +193,7 @@ def lines(config: Config) -> Iterator[str]:
     if shape is None:
         yield f"Memory of a GPU in training: ? (give the shape of {name} in shapes, or run the step model)"
         return
-    objectives = [named(name, training.objective_settings.get(name)) for name in training.objectives]
+    objectives = [named(one, training.objective_settings.get(one)) for one in training.objectives]
     largest = max(
         ({"reference": one.needs_reference, "critic": one.critic is not None} for one in objectives),
         key=lambda models: (models["critic"], models["reference"]),

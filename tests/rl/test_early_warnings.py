@@ -69,6 +69,13 @@ def test_a_tiny_mismatch_may_grow():
     assert events([{"k3": 1e-6}] * 10 + [{"k3": 9e-4}] * 10) == []
 
 
+def test_a_start_of_exactly_zero_has_no_multiples():
+    """Policies that are certain of every token, and sides that agree on all bits."""
+    assert events([{"entropy": 0.0}] * 10 + [{"entropy": 1.0}] * 10) == []
+    _, found = events([{"k3": 0.0}] * 11 + [{"k3": 2e-3}] * 5)  # the first is the collapse
+    assert found[1].startswith("warning, mismatch: k3 is 0.0012 nats a token, inf times its start's 0 (mean")
+
+
 @pytest.mark.parametrize("column", ["max_prob_diff", "min_prob_diff"])
 def test_sides_that_are_sure_of_different_tokens_warn(column):
     sign = 1 if column == "max_prob_diff" else -1

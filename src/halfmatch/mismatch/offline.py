@@ -13,7 +13,7 @@ from halfmatch import artifacts
 from halfmatch.errors import UserError
 from halfmatch.mismatch.metrics import FloatArray, log_sums, sequence_values, token_values
 from halfmatch.mismatch.sums import BATCHES, BUCKETS, CUTS, EDGES, LAGS, Sums
-from halfmatch.statistics import bootstrap
+from halfmatch.statistics import Estimate, bootstrap
 
 # What a bootstrap resamples are at most so many problems, or groups of problems.
 MAX_UNITS = 1024
@@ -65,8 +65,7 @@ def analyse(scores: Path | Sequence[Path], *, bootstrap_samples: int, seed: int,
     )
 
     def estimate(name: str, *column: int) -> dict[str, float]:
-        value, low, high = (float(array[column]) for array in estimates[name])
-        return {"value": value, "low": low, "high": high}
+        return Estimate(*(float(array[column]) for array in estimates[name]))._asdict()
 
     def count(name: str, column: int = -1) -> int:
         return int(additive[name].sum(axis=0)[column])
@@ -88,7 +87,7 @@ def analyse(scores: Path | Sequence[Path], *, bootstrap_samples: int, seed: int,
         "metrics": {
             **{name: estimate(f"token.{name}") for name in names("token")},
             **{name: estimate(f"sequence.{name}", BUCKETS - 1) for name in names("sequence")},
-            **{name: {"value": value, "low": np.nan, "high": np.nan} for name, value in extremes.items()},
+            **{name: Estimate(value, np.nan, np.nan)._asdict() for name, value in extremes.items()},
         },
         "positions": [
             {

@@ -30,7 +30,7 @@ from halfmatch.precision.casting import cast_model
 from halfmatch.precision.own_matmuls import one_expert_after_the_other
 from halfmatch.rl.batching import collate
 from halfmatch.rl.scoring import token_logprobs
-from halfmatch.statistics import bootstrap
+from halfmatch.statistics import Estimate, bootstrap
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -121,8 +121,7 @@ def measure(
     )
 
     def estimate(name: str, *at: int) -> dict[str, float]:
-        value, low, high = (float(array[at]) for array in estimates[name])
-        return {"value": value, "low": low, "high": high}
+        return Estimate(*(float(array[at]) for array in estimates[name]))._asdict()
 
     return {
         "responses": n,

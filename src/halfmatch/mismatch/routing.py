@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from halfmatch.engines.decoding import forced_routing
 from halfmatch.models.routing import recorded
-from halfmatch.statistics import bootstrap
+from halfmatch.statistics import Estimate, bootstrap
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -56,9 +56,9 @@ def agreement(
 
     found = bootstrap(shares, len(counts), samples=bootstrap_samples, seed=seed, confidence=confidence)
     share, *layers = (
-        {"value": float(value), "low": float(low), "high": float(high)}
+        Estimate(*map(float, bounds))._asdict()
         for name in ("share", "layers")
-        for value, low, high in zip(*map(np.atleast_1d, found[name]), strict=True)
+        for bounds in zip(*map(np.atleast_1d, found[name]), strict=True)
     )
     return {"responses": len(counts), "tokens": int(sum(counts)), "share": share, "layers": layers}
 

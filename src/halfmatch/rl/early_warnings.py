@@ -71,7 +71,8 @@ def _by_iteration(rows: Sequence[Row], value: Callable[[Row], float | None]) -> 
 def _mismatch(mean: float, start: float | None, reward: float) -> str | None:
     if start is None or mean <= max(GROWTH * start, SMALLEST_K3):
         return None
-    return f"k3 is {mean:.2g} nats a token, {mean / start:.1f} times its start's {start:.2g}"
+    times = mean / start if start else math.inf
+    return f"k3 is {mean:.2g} nats a token, {times:.1f} times its start's {start:.2g}"
 
 
 def _difference(mean: float, start: float | None, reward: float) -> str | None:
@@ -84,8 +85,8 @@ def _ess(mean: float, start: float | None, reward: float) -> str | None:
 
 def _entropy(mean: float, start: float | None, reward: float) -> str | None:
     low, high = ENTROPY_RANGE
-    if start is None or low * start <= mean <= high * start or (mean < start and reward >= SOLVED):
-        return None
+    if not start or low * start <= mean <= high * start or (mean < start and reward >= SOLVED):
+        return None  # also of a policy that was certain at the start, which has no multiples
     return f"it is {mean:.2g} nats a token, {mean / start:.2g} times its start's {start:.2g}"
 
 

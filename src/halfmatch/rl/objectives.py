@@ -105,7 +105,7 @@ def policy_loss(
     match objective.surrogate:
         case PreferencePair(beta):
             margins = beta * _preference(logp, logp_reference, mask)
-            described |= _shares(preference_margin=margins.detach(), preference_accuracy=margins > 0)
+            described |= _means(preference_margin=margins.detach(), preference_accuracy=margins > 0)
             return -logsigmoid(margins).sum() / max(totals.sequences // 2, 1), _numbers(described)
         case PolicyGradient():
             losses = -advantages * logp
@@ -120,7 +120,7 @@ def policy_loss(
             losses = -advantages * clipped.exp()
             described |= _summary("ratio", _observed(log_ratio.detach().exp(), mask))
             limit = torch.where(advantages > 0, log_high, log_dual)
-            described |= _shares(
+            described |= _means(
                 clip_low_share=_observed((advantages < 0) & (log_ratio < log_low), mask),
                 clip_high_share=_observed((advantages != 0) & (log_ratio > limit), mask),
             )
@@ -129,7 +129,7 @@ def policy_loss(
             log_low, log_high = -math.inf if clip_low == 1 else math.log1p(-clip_low), math.log1p(clip_high)
             losses = -advantages * log_ratio.clamp(log_low, log_high).exp() * logp
             described |= _summary("ratio", _observed(log_ratio.exp(), mask))
-            described |= _shares(
+            described |= _means(
                 clip_low_share=_observed(log_ratio < log_low, mask),
                 clip_high_share=_observed(log_ratio > log_high, mask),
             )
@@ -146,14 +146,14 @@ def policy_loss(
         else:
             weights, kept, truncated = raw.clamp(bound_low, bound), torch.ones_like(beyond), beyond
         described |= _summary("weight_raw", _observed(raw, mask)) | _summary("weight", _observed(weights, mask))
-        described |= _shares(truncated_share=_observed(truncated, mask))
+        described |= _means(truncated_share=_observed(truncated, mask))
     if objective.rejection is not None:
         passed = _passed(objective.rejection, logp.detach(), logp_old, logp_rollout, advantages, mask)
         weights = weights.masked_fill(passed == 0, 0.0) * passed
         kept = kept & (passed != 0)
     if objective.correction is not None or objective.rejection is not None:
         losses = losses * weights.masked_fill(advantages == 0, 0.0)  # 0 · ∞ would be NaN
-        described |= _shares(kept_share=_observed(kept, mask))
+        described |= _means(kept_share=_observed(kept, mask))
 
     if objective.kl.is_in("loss"):
         logp_reference = _response_only(logp_reference, mask, "logp_reference")
@@ -264,8 +264,9 @@ def _numbers(described: Mapping[str, Tensor]) -> dict[str, float]:
     return dict(zip(described, numbers, strict=True))
 
 
-def _shares(**conditions: Tensor) -> dict[str, Tensor]:
-    return {name: condition.double().mean() for name, condition in conditions.items() if condition.numel()}
+def _means(**observed: Tensor) -> dict[str, Tensor]:
+    """Means by name, of conditions their shares; none of what is empty."""
+    return {name: values.double().mean() for name, values in observed.items() if values.numel()}
 
 
 def merge_statistics(objective: Objective, parts: Sequence[Mapping[str, float]]) -> dict[str, float]:

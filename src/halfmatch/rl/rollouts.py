@@ -69,6 +69,7 @@ class Rollouts:
         return [*self.verdicts, *(self.left_out or ())]
 
     def share(self, verdict: str) -> float:
+        """Of all responses that were sampled, the share with this verdict."""
         return self.sampled.count(verdict) / len(self.sampled)
 
     @property

@@ -14,7 +14,7 @@ from halfmatch.report.figures.mismatch import cells_of, points_up, precision_nam
 from halfmatch.report.figures.style import Drawing
 from halfmatch.report.results import Results
 from halfmatch.report.sigma_law import MARGIN, Length
-from halfmatch.report.training import WINDOW, running_mean
+from halfmatch.report.training import WINDOW, TrainingRun, running_mean
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -77,7 +77,7 @@ def _offline(panels: Sequence[Axes], lengths: Sequence[Length], look: style.Look
     ratio.fill_between(at, bounds[:, 0], bounds[:, 1], color=look.colour, alpha=0.12, linewidth=0)
 
 
-def _training(panels: Sequence[Axes], run: Any, look: style.Look) -> None:
+def _training(panels: Sequence[Axes], run: TrainingRun, look: style.Look) -> None:
     """One run: σ over the law, and ESS beside the law (dotted)."""
     ratio, ess = panels
     predicted = law.training_law(run)
