@@ -11,7 +11,7 @@ rule model:
         pipeline.benchmark("model", "{model}")
     threads: 1
     resources:
-        gpu=min(pipeline.gpus(), 1),
+        gpu=lambda wildcards: pipeline.gpus_to_make(wildcards.model),
     params:
         file=pipeline.file,
         config=pipeline.parameters("model"),

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from halfmatch.config import Config
 from halfmatch.config_files import validate
 from halfmatch.pipeline import Pipeline
 
@@ -29,6 +30,15 @@ def test_on_one_node_it_asks_for_gpus(training: dict[str, Any] | None, engine: d
     asked = pipeline(training, **engine)
     assert asked.training_resources() == {"gpu": gpus}
     assert asked.training_command == "halfmatch train"
+
+
+def test_only_a_model_that_is_trained_here_asks_for_a_gpu() -> None:
+    fetched = {"source": "hub", "id": "some/model", "revision": "0" * 40}
+    models = {**Config().model_dump(mode="json")["models"], "fetched": fetched}
+    asked = Pipeline(validate({"models": models, "engine": {"device": "cuda", "data_parallel": 2}}, ""), ())
+    assert asked.gpus_to_make("gain16") == 1
+    assert asked.gpus_to_make("fetched") == 0
+    assert pipeline({}, device="cpu").gpus_to_make("gain16") == 0
 
 
 def test_spread_over_nodes_it_asks_for_as_many_gpus_on_each_and_is_started_once_on_each() -> None:

@@ -128,6 +128,10 @@ class Pipeline:
         engine = self.config.engine
         return engine.tensor_parallel * engine.data_parallel if engine.device == "cuda" else 0
 
+    def gpus_to_make(self, model: str) -> int:
+        """GPUs that the job of one model needs: none where it is fetched or read, and not trained here."""
+        return min(self.gpus(), 1) if self.config.models[model].bootstrap else 0
+
     @property
     def keeps_weights(self) -> bool:
         """Whether training runs leave their weights along the way."""

@@ -23,6 +23,7 @@ from halfmatch.mismatch import foreign, offline
 from halfmatch.paths import Paths
 from halfmatch.precision import DType, Precision
 from halfmatch.progress import Progress
+from halfmatch.sampling import SLOT_FILLS_A_CALL
 from halfmatch.seeds import request_seed
 
 if TYPE_CHECKING:
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 PROBLEMS = "prompts"
 FOREIGN, RECORDED = "others", "recorded"
 MICRO_BATCH_TOKENS = 4096
-# Requests that the engine gets at a time, in fills of its slots.
-SLOT_FILLS_A_CALL = 8
 # Prompts to a response of each of which both sides' routing is compared, where the model is a mixture of experts.
 ROUTED_PROMPTS = 16
 

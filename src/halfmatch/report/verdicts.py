@@ -128,16 +128,21 @@ def sigma_law(results: Results) -> Verdict:
     )
 
 
+def _higher_in_fp16(results: Results, metric: str) -> tuple[Comparison, ...]:
+    """A metric in FP16 minus that in BF16, for each model."""
+    return tuple(
+        Comparison(what, one := difference(fp16.metric(metric), bf16.metric(metric)), above(one, 0))
+        for what, bf16, fp16 in _measured(results)
+    )
+
+
 def effective_sample_size(results: Results) -> Verdict:
     return Verdict(
         "ess",
         "A correction of whole responses can use more of the samples in FP16 than in BF16.",
         "what the paper's argument rests on; no number of its own",
         "ESS/N in FP16 minus ESS/N in BF16, for each model: the interval lies above 0",
-        tuple(
-            Comparison(what, one := difference(fp16.metric("ess_share"), bf16.metric("ess_share")), above(one, 0))
-            for what, bf16, fp16 in _measured(results)
-        ),
+        _higher_in_fp16(results, "ess_share"),
     )
 
 
@@ -147,10 +152,7 @@ def slope(results: Results) -> Verdict:
         "The log-ratio of a response falls with its length, in BF16 faster than in FP16.",
         "paper [F]: −1.01 against −0.07 nats per 1,000 tokens",
         "slope in FP16 minus slope in BF16, for each model: the interval lies above 0",
-        tuple(
-            Comparison(what, one := difference(fp16.metric("slope_per_1k"), bf16.metric("slope_per_1k")), above(one, 0))
-            for what, bf16, fp16 in _measured(results)
-        ),
+        _higher_in_fp16(results, "slope_per_1k"),
     )
 
 
