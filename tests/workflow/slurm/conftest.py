@@ -21,7 +21,6 @@ LONG_ENOUGH = 60.0  # seconds that a daemon may take to start, or jobs to end, o
 
 SITE = """\
 # Of a machine without accounts, whose scheduler is asked at once and often.
-slurm-no-account: true
 slurm-status-command: squeue
 slurm-init-seconds-before-status-checks: 2
 seconds-between-status-checks: 2
