@@ -5,22 +5,24 @@ that each precision takes.
     python benchmarks/precision_grid.py [--config config/grid.yaml] [--models gain16 gain320]
 
 Timings are no artefacts, so the pipeline keeps none; they are measured here, in one process and one thread: decoding of
-a batch and a forward and backward pass of the same tokens, in every precision in turn and several times over, as the
-smallest CPU time (on a GPU: wall time). On a CPU without 16-bit units a 16-bit matmul is an emulated one: what it costs
-there says nothing of a GPU. Memory is counted and not sampled: the weights that the engine holds, and what the training
-pass keeps for its backward pass. Prints Markdown. Needs halfmatch installed.
+a batch and a forward and backward pass of the same tokens, in every precision in turn and several times over, as CPU
+time (on a GPU: wall time). On a CPU without 16-bit units a 16-bit matmul is an emulated one: what it costs there says
+nothing of a GPU. Memory is counted and not sampled: the weights that the engine holds, and what the training pass keeps
+for its backward pass. What is not counted has an interval; the text says over what. Prints Markdown. Needs halfmatch
+installed.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import astuple, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
+from pairs import Timing, compare, one_thread, timed
 
 from halfmatch import artifacts, engines, jobs, models
 from halfmatch.config import Config, Sampling
@@ -29,15 +31,17 @@ from halfmatch.engines import Request
 from halfmatch.paths import Paths
 from halfmatch.precision import Precision
 from halfmatch.precision.casting import cast_model
-from halfmatch.report.numbers import number, with_interval
+from halfmatch.report import training
+from halfmatch.report.numbers import number, percent, with_interval
 from halfmatch.report.results import estimate
 from halfmatch.rl.batching import collate
 from halfmatch.rl.scoring import token_logprobs
+from halfmatch.statistics import Estimate, t_interval
 
 RESPONSES = 64
 TOKENS = 64
 ROUNDS = 5
-LAST_ITERATIONS = 5
+ITERATIONS = 5  # at the start and at the end of a training
 MEGABYTE = 1e6
 
 
@@ -45,8 +49,8 @@ MEGABYTE = 1e6
 class Cost:
     """Of decoding a batch of RESPONSES × TOKENS tokens, and of a forward and backward pass over it."""
 
-    decoding_s: float
-    training_s: float
+    decoding: Timing
+    training: Timing
     weights_bytes: int  # that the engine holds
     kept_bytes: int  # for the backward pass, without the weights
 
@@ -95,38 +99,42 @@ def _storages(tensors: Iterator[torch.Tensor] | list[torch.Tensor]) -> dict[int,
 
 
 def costs(config: Config, folder: Path) -> dict[str, Cost]:
-    """By precision that is the same on both sides; times are the smallest of ROUNDS, after one to warm up."""
-    torch.set_num_threads(1)
-    clock = time.process_time if config.engine.device == "cpu" else _synchronised
+    """By precision that is the same on both sides; times of ROUNDS rounds."""
+    one_thread()
+    device = config.engine.device
     benches = {
         name: _Bench(config, folder, precision)
         for name, precision in config.precisions.items()
         if precision.compute == precision.rollout
     }
-    best = {name: [np.inf, np.inf] for name in benches}
-    for number_ in range(ROUNDS + 1):
-        for name, bench in benches.items():
-            for kind, run in enumerate((bench.decode, bench.train)):
-                seconds = _timed(run, clock)
-                if number_:
-                    best[name][kind] = min(best[name][kind], seconds)
-    return {name: Cost(*best[name], bench.weights_bytes(), bench.kept_bytes()) for name, bench in benches.items()}
+    timings = compare(
+        {
+            f"{kind} {name}": timed(run, device)
+            for name, bench in benches.items()
+            for kind, run in (("decoding", bench.decode), ("training", bench.train))
+        },
+        rounds=ROUNDS,
+        device=device,
+    )
+    return {
+        name: Cost(timings[f"decoding {name}"], timings[f"training {name}"], bench.weights_bytes(), bench.kept_bytes())
+        for name, bench in benches.items()
+    }
 
 
-def _timed(run: Callable[[], None], clock: Callable[[], float]) -> float:
-    start = clock()
-    run()
-    return clock() - start
+def mean(values: ArrayLike, confidence: float) -> Estimate:
+    """With Student's interval."""
+    return Estimate(float(np.mean(values)), *t_interval(values, confidence))
 
 
-def _synchronised() -> float:
-    torch.cuda.synchronize()
-    return time.perf_counter()
+def share(timing: Timing, of: Timing, confidence: float) -> Estimate:
+    """The time of one as a share of another's: the geometric mean over rounds, in each of which both ran."""
+    return Estimate(*np.exp(mean(np.log(np.divide(timing.seconds, of.seconds)), confidence)).tolist())
 
 
 def offline(config: Config, model: str, cost: dict[str, Cost]) -> Iterator[str]:
     """A row a pair: what was measured, and the cost of its engine and of its trainer as shares of fp32's."""
-    paths, fp32 = Paths(Path(config.output)), cost["fp32"]
+    paths, fp32, confidence = Paths(Path(config.output)), cost["fp32"], config.report.confidence
     objectives = config.mismatch.gradient_fidelity.objectives
     yield (
         f"| engine | trainer | k3 (nats a token) | ESS/N | {' | '.join(f'cosine, {name}' for name in objectives)} "
@@ -142,46 +150,61 @@ def offline(config: Config, model: str, cost: dict[str, Cost]) -> Iterator[str]:
         numbers = [
             *(with_interval(estimate(metrics[name]), 2) for name in ("k3", "ess_share")),
             *(with_interval(estimate(fidelity[name]["cosine"]), 2) for name in objectives),
-            number(engine.decoding_s / fp32.decoding_s, 2),
+            with_interval(share(engine.decoding, fp32.decoding, confidence), 2),
             number(engine.weights_bytes / fp32.weights_bytes, 2),
-            number(trainer.training_s / fp32.training_s, 2),
+            with_interval(share(trainer.training, fp32.training, confidence), 2),
             number(trainer.kept_bytes / fp32.kept_bytes, 2),
         ]
         yield f"| {job['rollout']} | {job['train']} | {' | '.join(numbers)} |"
 
 
 def trained(config: Config) -> Iterator[str]:
+    """What the runs of each precision and objective reached, seed by seed, and the mismatch that they began with."""
     assert config.training is not None
-    paths, last = Paths(Path(config.output)), LAST_ITERATIONS
-    yield f"| precision (trainer-engine) | objective | reward, last {last} iterations, by seed | k3, first {last} |"
+    paths, confidence = Paths(Path(config.output)), config.report.confidence
+    first, last = slice(ITERATIONS), slice(-ITERATIONS, None)
+    yield f"| precision (trainer-engine) | objective | reward, last {ITERATIONS}, by seed | k3, first {ITERATIONS} |"
     yield "|---|---|---|---|"
     for name in config.training.precisions:
         for objective in config.training.objectives:
             logs = [
-                artifacts.read(paths.of("training_log", run=run.name), "training_log").to_pandas()
+                training.read(paths.of("training_log", run=run.name), run, config.training.iterations).series
                 for run in jobs.runs(config)
                 if (run.precision, run.objective) == (name, objective)
             ]
-            rewards = [log[log["iteration"] > log["iteration"].max() - last]["reward"].mean() for log in logs]
-            start = np.mean([log[log["iteration"] < last]["k3"].mean() for log in logs])
-            words = ", ".join(number(reward, 2) for reward in rewards)
-            yield f"| {name} | {objective} | {words} | {number(float(start), 2)} |"
+            rewards = [with_interval(mean(log["reward"][last], confidence), 2) for log in logs]
+            start = mean(np.concatenate([log["k3"][first] for log in logs]), confidence)
+            yield f"| {name} | {objective} | {', '.join(rewards)} | {with_interval(start, 2)} |"
 
 
 def tables(config: Config, names: list[str]) -> Iterator[str]:
     """All of it as Markdown; the cost is that of the first model, whose shapes the others share."""
     cost = costs(config, Paths(Path(config.output)).of("model", model=names[0]))
-    decoding_s, training_s, weights, kept = astuple(cost["fp32"])
-    per_token = 1e6 / (RESPONSES * TOKENS)
+    fp32, confidence, tokens = cost["fp32"], config.report.confidence, RESPONSES * TOKENS
+    decoding, both_passes = (
+        with_interval(mean(np.multiply(timing.seconds, 1e6 / tokens), confidence))
+        for timing in (fp32.decoding, fp32.training)
+    )
     yield (
-        f"Time and memory are shares of fp32's: decoding {decoding_s * per_token:.3g} µs a token, "
-        f"{weights / MEGABYTE:.3g} MB of weights in the engine, forward and backward pass {training_s * per_token:.3g} "
-        f"µs a token, of which {kept / (RESPONSES * TOKENS):,.0f} bytes are kept for the backward pass."
+        f"Time and memory are shares of fp32's: decoding {decoding} µs a token, {fp32.weights_bytes / MEGABYTE:.3g} MB "
+        f"of weights in the engine, forward and backward pass {both_passes} µs a token, of which "
+        f"{fp32.kept_bytes / tokens:,.0f} bytes are kept for the backward pass. Intervals are {percent(confidence)}: "
+        f"those of k3, ESS/N and cosines over problems, those of times over {ROUNDS} rounds, in each of which every "
+        "precision ran. Memory is counted."
     )
     for name in names:
         yield from ("", f"## {name}", "", *offline(config, name, cost))
     if config.training:
-        yield from ("", "## Trainings", "", *trained(config))
+        yield from (
+            "",
+            "## Trainings",
+            "",
+            f"Rewards of a seed are means over its last {ITERATIONS} iterations, k3 is the mean over the first "
+            f"{ITERATIONS} of all seeds; intervals are Student's {percent(confidence)} over these iterations, each of "
+            "which draws problems and responses anew. They say nothing of other seeds.",
+            "",
+            *trained(config),
+        )
 
 
 def main() -> None:

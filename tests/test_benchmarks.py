@@ -51,6 +51,17 @@ def test_what_the_backward_pass_keeps_is_half_in_sixteen_bits(
     assert 0.5 <= kept["bf16"] / kept["fp32"] < 0.8, "softmax and losses are fp32 in both"
 
 
+def test_a_share_of_time_is_of_rounds_and_has_their_interval(gpu_check: ModuleType) -> None:
+    import precision_grid
+    from pairs import Timing
+
+    slow, fast = (Timing("cpu", [(cpu, 9.0) for cpu in seconds]) for seconds in ((2.0, 8.0), (1.0, 2.0)))
+    # ratios 2 and 4: ln 2 · (1.5 ± t / 2), of one degree of freedom
+    t = 12.706205
+    expected = [2.0**power for power in (1.5, 1.5 - t / 2, 1.5 + t / 2)]
+    assert precision_grid.share(slow, fast, 0.95) == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.slow
 def test_the_gpu_check_runs_on_a_cpu_with_a_tiny_model(tmp_path: Path) -> None:
     done = subprocess.run(

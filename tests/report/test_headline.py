@@ -70,10 +70,11 @@ def test_text_survives_json(results):
 
 
 def test_sentence_follows_the_numbers(results):
+    # the interval of the ratio: ± hypot(ln 10/9, ln 1.1) = 0.142 around the logarithm
     more = sentence(with_k3(results, {"bf16": (1e-3, 9e-4, 1.1e-3), "fp16": (1e-5, 9e-6, 1.1e-5)}))
-    assert "disagree 100 times as much in BF16 as in FP16" in more
+    assert "disagree 100 [87, 120] times as much in BF16 as in FP16" in more
     less = sentence(with_k3(results, {"bf16": (1e-5, 9e-6, 1.1e-5), "fp16": (1e-3, 9e-4, 1.1e-3)}))
-    assert "disagree 0.010 times as much in BF16 as in FP16" in less
+    assert "disagree 0.010 [0.0087, 0.012] times as much in BF16 as in FP16" in less
     unclear = sentence(with_k3(results, {"bf16": (2e-5, 1e-6, 1e-4), "fp16": (1e-5, 1e-6, 1e-4)}))
     assert "too small to tell" in unclear
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from halfmatch.report.numbers import as_printed, interval, number, percent, with_interval
+from halfmatch.report.numbers import as_printed, interval, number, percent, span, with_interval
 from halfmatch.statistics import Estimate
 
 
@@ -44,6 +44,14 @@ def test_an_interval_stands_behind_its_number_and_is_left_out_where_there_is_non
     assert with_interval(Estimate(0.5, 0.4123, 0.5999)) == "0.500 [0.412, 0.600]"
     assert with_interval(Estimate(0.5, math.nan, math.nan)) == "0.500"
     assert interval(Estimate(1.0, -math.inf, 2.0), 2) == "[−∞, 2.0]"
+
+
+def test_a_span_goes_from_the_smallest_number_to_the_largest_and_as_far_as_their_intervals():
+    few, many = Estimate(20.0, 18.0, 75.0), Estimate(60.0, 50.0, 70.0)
+    assert span([many, few]) == "20.0 to 60.0 [18.0, 75.0]"
+    assert span([few, few], percent) == "2000 % [1800 %, 7500 %]"
+    assert span([Estimate(0.5, math.nan, math.nan), few]) == "0.500 to 20.0 [18.0, 75.0]"
+    assert span([Estimate(0.5, math.nan, math.nan)]) == "0.500"
 
 
 def test_percentages():

@@ -65,14 +65,14 @@ def test_the_statement_names_what_fails_and_its_cause(results):
     given = {"sigma_predicted": (1.0, 0.98, 1.02), "sigma_tokens": (1.5, 1.5, 1.5)}
     text = sigma_law.statement(changed(results, sigma=(3.0, 2.8, 3.2), **given))
     assert "It fails for gain120 in BF16, whole responses: σ is 3.00 [2.79, 3.21] times the law's" in text
-    assert "the tails of single tokens give 1.5" in text
+    assert "the tails of single tokens give 1.5 [1.5, 1.5]" in text
     assert "It fails for" not in sigma_law.statement(changed(results, sigma=(1.0, 0.95, 1.05), **given))
 
 
 def test_the_statement_says_where_an_ess_is_not_to_be_believed(results):
     few = changed(results, ess_share=(0.1, 0.05, 0.2), ess_share_predicted=(0.01, 0.009, 0.011))
     assert "It fails where fewer are left (1)" in sigma_law.statement(few)
-    assert "up to 10 times the law's" in sigma_law.statement(few)
+    assert "up to 10 [5.0, 20] times the law's" in sigma_law.statement(few)
 
 
 def test_without_measurements_nothing_is_said_of_the_law(results):

@@ -74,7 +74,8 @@ def test_training_has_a_row_a_run(results):
     rows = rows_of(tables.training(results))
     assert len(rows) == 12
     run = results.runs[0]
-    assert rows[0]["final reward"] == number(run.series["reward"][-10:].mean())
+    last = run.series["reward"][-10:]
+    assert rows[0]["final reward"] == with_interval(Estimate(last.mean(), *t_interval(last)))
     assert rows[0]["iterations"] == "60"
     assert rows[0]["what the monitors said"] == "–"
 
@@ -143,6 +144,8 @@ def test_online_values_are_of_the_phase_that_the_paper_shows(results):
     runs = results.training_runs("bf16", "grpo")
     assert start["this run, grpo"].startswith(number(sum(run.series["k3"][:10].mean() for run in runs) / len(runs)))
     assert "[" in start["this run, grpo"]
+    (extreme,) = (row for row in rows if (row["precision"], row["paper"]) == ("FP16", "0.1 [F]"))
+    assert extreme["this run, grpo"].endswith(", largest of 30"), "10 iterations of 3 seeds"
     assert [row["this run, grpo"] for row in rows if row["when"] == "at collapse"] == ["no run collapsed"] * 2
 
 

@@ -49,6 +49,13 @@ def test_rewards_of_a_run():
     assert run.mean_reward == pytest.approx(0.5)
 
 
+def test_the_final_reward_has_an_interval_over_the_iterations_of_its_window():
+    final = run_of([9.0] * 20 + [0.2, 0.6] * 4 + [np.nan, 0.4]).final_estimate(0.95)
+    # nine values, eight at 0.2 from the mean: t of 8 degrees of freedom · √(8 · 0.2² / 8) / √9
+    assert final == pytest.approx((0.4, 0.4 - 2.306004 * 0.2 / 3, 0.4 + 2.306004 * 0.2 / 3))
+    assert np.isnan(run_of([1.0]).final_estimate(0.95).low)
+
+
 def test_the_best_reward_is_of_whole_windows():
     assert run_of([1.0] + [0.0] * 19).best_reward == pytest.approx(0.1)
     assert run_of([1.0, 0.0]).best_reward == pytest.approx(0.5)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from halfmatch.report.numbers import number, percent, with_interval
-from halfmatch.statistics import Estimate
+from halfmatch.report.numbers import percent, with_interval
+from halfmatch.statistics import Estimate, difference
 
 # Lengths, in tokens, that the effective sample size is predicted at.
 HORIZONS = (1024, 8192, 32_768)
@@ -44,12 +44,13 @@ def findings(metrics: Mapping[str, Estimate], *, problems: int, sequences: int) 
 
 
 def _warnings(metrics: Mapping[str, Estimate]) -> list[str]:
-    bias = metrics["k3"].value - metrics["k1"].value
-    if abs(bias) <= LARGEST_BIAS:
+    bias = difference(metrics["k3"], metrics["k1"])  # E[π/μ] − 1
+    if abs(bias.value) <= LARGEST_BIAS:
         return []
+    mean = Estimate(*(1 + bound for bound in bias))
     return [
-        f"These are not two computations of one distribution: the mean of π/μ over tokens is {number(1 + bias)}, and "
-        "it is 1 for equal weights and settings. Were the log-probs taken before the temperature, at another "
+        f"These are not two computations of one distribution: the mean of π/μ over tokens is {with_interval(mean)}, "
+        "and it is 1 for equal weights and settings. Were the log-probs taken before the temperature, at another "
         "temperature, with a nucleus, or from other weights? What follows takes them as they are."
     ]
 
@@ -74,7 +75,7 @@ def _token_level(metrics: Mapping[str, Estimate]) -> str:
 
 
 def _sequence_level(metrics: Mapping[str, Estimate], sequences: int) -> str:
-    seen, law, length = metrics["ess_share"], metrics["ess_share_predicted"], metrics["mean_length"].value
+    seen, law, length = metrics["ess_share"], metrics["ess_share_predicted"], metrics["mean_length"]
     # Where hardly a response would be left, the few there are show too large a share: at least one of them counts.
     few = sequences * law.value < FEW
     left = min(seen.value, law.value) if few else seen.value
@@ -92,7 +93,7 @@ def _sequence_level(metrics: Mapping[str, Estimate], sequences: int) -> str:
     )
     return (
         f"Sequence-level corrections (TIS, MIS over whole responses) {judgement} at this length: of responses of "
-        f"{number(length)} tokens on average, {share(seen)} are effective (by the σ law {share(law)}).{caution}"
+        f"{with_interval(length)} tokens on average, {share(seen)} are effective (by the σ law {share(law)}).{caution}"
     )
 
 
@@ -108,14 +109,15 @@ def _beyond(metrics: Mapping[str, Estimate]) -> str:
 
 def _law(metrics: Mapping[str, Estimate]) -> list[str]:
     """Where σ as seen is not what the law says, what its own variance would mean."""
-    seen, law = metrics["sigma"], metrics["sigma_predicted"].value
-    if not (seen.low > law or seen.high < law):
+    seen, law = metrics["sigma"], metrics["sigma_predicted"]
+    if not (seen.low > law.value or seen.high < law.value):
         return []
-    length = math.log(2) * metrics["mean_length"].value / seen.value**2
+    tokens = math.log(2) * metrics["mean_length"].value
+    length = Estimate(*(tokens / sigma**2 for sigma in (seen.value, seen.high, seen.low)))
     return [
-        f"The law is off here: σ is {with_interval(seen, 2)} where it says {number(law, 2)}; differences along a "
-        f"response {'add up' if seen.value > law else 'cancel'}. By the variance seen, half of the samples are lost "
-        f"after {number(length, 2)} tokens."
+        f"The law is off here: σ is {with_interval(seen, 2)} where it says {with_interval(law, 2)}; differences along "
+        f"a response {'add up' if seen.value > law.value else 'cancel'}. By the variance seen, half of the samples are "
+        f"lost after {with_interval(length, 2)} tokens."
     ]
 
 

@@ -54,8 +54,8 @@ def online(results: Results) -> Table:
     objectives = list(dict.fromkeys(objective for _, objective in results.matrix))
     return Table(
         "paper-online",
-        f"Mismatch during training: the first and the last {WINDOW} iterations, and the largest value of collapsed "
-        "runs",
+        f"Mismatch during training: means over the first and the last {WINDOW} iterations, with Student's intervals "
+        "over runs; extremes, and all that collapsed runs show, are the largest value seen in so many iterations",
         ("quantity", "precision", "when", "paper", *(f"this run, {objective}" for objective in objectives)),
         tuple(
             (
@@ -77,7 +77,8 @@ def _quantity(one: paper.Quantity) -> str:
 
 
 def _in_training(results: Results, objective: str, one: paper.Quantity) -> str:
-    """Mean over the runs, with Student's interval; the largest of any run for extremes, which have none."""
+    """Mean over the runs, with Student's interval; the largest of any run, and of how many iterations, for extremes,
+    which have none."""
     runs = results.training_runs(one.dtype, objective)
     chosen = [run for run in runs if run.collapsed] if one.phase == "collapse" else list(runs)
     if not chosen:
@@ -88,7 +89,8 @@ def _in_training(results: Results, objective: str, one: paper.Quantity) -> str:
     if not known:
         return NOTHING
     if one.phase == "collapse" or one.key == "largest_prob_diff":
-        return number(float(max(value.max() for value in known)))
+        largest = number(float(max(value.max() for value in known)))
+        return f"{largest}, largest of {sum(map(len, known)):,}"
     return with_interval(over_runs([float(value.mean()) for value in known], results))
 
 

@@ -10,7 +10,7 @@ from halfmatch import deployment, jobs
 from halfmatch.deployment import Gap, Pairs
 from halfmatch.paths import Run
 from halfmatch.report.figures.style import label
-from halfmatch.report.numbers import counted, in_percent, number, percent, with_interval
+from halfmatch.report.numbers import counted, in_percent, number, with_interval
 from halfmatch.report.results import EvaluationCell, Results
 from halfmatch.report.tables import Table, weights_label
 
@@ -129,9 +129,9 @@ def _said(one: Deployment) -> str:
     )
     return (
         f"{one.weights[0].upper()}{one.weights[1:]} ({counted(one.runs, 'run')}) and deployed in "
-        f"{one.engine}, {label(one.precision)}, on {one.benchmark}: {percent(one.gap.same.value, 1)} of the responses "
-        f"are the trainer's, {percent((one.gap.gained + one.gap.lost) / one.gap.pairs, 1)} have another verdict, and "
-        f"{outcome}: {with_interval(in_percent(gap), 2)} percentage points."
+        f"{one.engine}, {label(one.precision)}, on {one.benchmark}: {with_interval(in_percent(one.gap.same))} % of the "
+        f"responses are the trainer's, {one.gap.gained + one.gap.lost:,} of {one.gap.pairs:,} have another verdict, "
+        f"and {outcome}: {with_interval(in_percent(gap), 2)} percentage points."
     )
 
 

@@ -12,7 +12,7 @@ from halfmatch import artifacts
 from halfmatch.config import Config
 from halfmatch.paths import Paths
 from halfmatch.report import deployment
-from halfmatch.report.numbers import in_percent, interval, number, percent
+from halfmatch.report.numbers import in_percent, interval, number, percent, span
 from halfmatch.report.results import MismatchCell, Results, Setup, estimate, over_runs
 from halfmatch.statistics import Estimate, ratio
 
@@ -69,19 +69,21 @@ def sentence(results: Results) -> str:
     if not pairs:
         return "BF16 and FP16 have not both been measured here, so there is nothing to compare yet."
     ratios = [ratio(bf16.metric("k3"), fp16.metric("k3")) for bf16, fp16 in pairs]
+    apart = span(ratios, _rounded)
     if not all(one.low > 1 or one.high < 1 for one in ratios):
         return (
-            f"The mismatch of trainer and engine is {_range([one.value for one in ratios])} times as large in BF16 "
-            "as in FP16, but the measurement is too small to tell this from no difference."
+            f"The mismatch of trainer and engine is {apart} times as large in BF16 as in FP16, but the measurement is "
+            "too small to tell this from no difference."
         )
     lengths, kept = (
-        [_range([pair[side].metric(name).value for pair in pairs], form) for side in (0, 1)]
-        for name, form in (("usable_length", _tokens), ("ess_share", percent))
+        [span([pair[side].metric(name) for pair in pairs], form) for side in (0, 1)]
+        for name, form in (("usable_length", _rounded), ("ess_share", percent))
     )
     return (
-        f"Trainer and engine disagree {_range([one.value for one in ratios])} times as much in BF16 as in FP16: a "
-        f"correction of whole responses loses half of its samples after {lengths[0]} tokens in BF16 and after "
-        f"{lengths[1]} in FP16, and of the responses sampled here it can use {kept[0]} in BF16 and {kept[1]} in FP16."
+        f"Trainer and engine disagree {apart} times as much in BF16 as in FP16: a correction of whole responses loses "
+        f"half of its samples after {lengths[0]} tokens in BF16 and after {lengths[1]} in FP16, and of the responses "
+        f"sampled here it can use {kept[0]} in BF16 and {kept[1]} in FP16. In brackets: how far the "
+        f"{percent(results.config.report.confidence)} intervals over problems reach."
     )
 
 
@@ -90,13 +92,8 @@ def _pair(results: Results, setup: Setup) -> tuple[MismatchCell, MismatchCell] |
     return (bf16, fp16) if bf16 and fp16 else None
 
 
-def _tokens(value: float) -> str:
+def _rounded(value: float) -> str:
     return number(value, 2)
-
-
-def _range(values: Sequence[float], form: Any = _tokens) -> str:
-    low, high = form(min(values)), form(max(values))
-    return low if low == high else f"{low} to {high}"
 
 
 # --------------------------------------------------------------------------------------------------------------- text

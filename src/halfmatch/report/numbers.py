@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 from halfmatch.statistics import Estimate
 
@@ -46,6 +47,14 @@ def interval(estimate: Estimate, digits: int = 3) -> str:
 def with_interval(estimate: Estimate, digits: int = 3) -> str:
     """A number and its interval: 0.0123 [0.011, 0.014]."""
     return f"{number(estimate.value, digits)} {interval(estimate, digits)}".rstrip()
+
+
+def span(estimates: Sequence[Estimate], form: Callable[[float], str] = number) -> str:
+    """From the smallest of some estimates to the largest, and how far their intervals reach: 21 to 60 [19, 64]."""
+    first, last = form(min(one.value for one in estimates)), form(max(one.value for one in estimates))
+    values = first if first == last else f"{first} to {last}"
+    bounds = [bound for one in estimates for bound in (one.low, one.high) if not math.isnan(bound)]
+    return f"{values} [{form(min(bounds))}, {form(max(bounds))}]" if bounds else values
 
 
 def in_percent(share: Estimate) -> Estimate:

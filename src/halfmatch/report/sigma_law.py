@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from halfmatch.report.figures.style import label
-from halfmatch.report.numbers import NOTHING, counted, number, with_interval
+from halfmatch.report.numbers import NOTHING, counted, number, span, with_interval
 from halfmatch.report.results import MismatchCell, Results, estimate
 from halfmatch.report.tables import Table
 from halfmatch.report.training import WINDOW, Floats, TrainingRun
@@ -48,6 +48,10 @@ class Length:
     @property
     def over_law(self) -> Estimate:
         return ratio(self.sigma, self.sigma_law)
+
+    @property
+    def ess_over_law(self) -> Estimate:
+        return ratio(self.ess, self.ess_law)
 
     @property
     def tails(self) -> Estimate:
@@ -142,13 +146,12 @@ def statement(results: Results) -> str:
 
 def _of_sigma(results: Results, known: Sequence[Length]) -> Iterator[str]:
     held, failed, open_ = ([one for one in known if one.outcome is outcome] for outcome in (True, False, None))
-    spread = [one.over_law.value for one in held]
     text = f"σ follows the law (its interval within a factor of {MARGIN:g}) at {len(held)} of {len(known)} lengths"
-    yield f"{text}, at {number(min(spread))} to {number(max(spread))} times it." if held else f"{text}."
+    yield f"{text}, at {span([one.over_law for one in held])} times it." if held else f"{text}."
     for one in failed:
         yield (
             f"It fails for {_name(results, one)}: σ is {with_interval(one.over_law)} times the law's, of which the "
-            f"tails of single tokens give {number(one.tails.value, 2)}."
+            f"tails of single tokens give {with_interval(one.tails, 2)}."
         )
     if open_:
         widest = max(one.responses for one in open_)
@@ -160,17 +163,17 @@ def _of_kl_and_ess(known: Sequence[Length]) -> Iterator[str]:
     yield f"KL[μ‖π] of responses cannot be told from kT at {len(kl)} of {len(known)}."
     large = [one for one in known if one.responses * one.ess_law.value >= FEW]
     agree = [one for one in large if _agree(one.ess, one.ess_law)]
-    others = [one.ess.value / one.ess_law.value for one in large if one not in agree]
-    elsewhere = f"; elsewhere it is {number(min(others), 2)} to {number(max(others), 2)} times that" if others else ""
+    others = [one.ess_over_law for one in large if one not in agree]
+    elsewhere = f"; elsewhere it is {span(others, lambda value: number(value, 2))} times that" if others else ""
     yield (
         f"ESS/N cannot be told from exp(−2kT) at {len(agree)} of the {len(large)} where that leaves {FEW} responses or "
         f"more{elsewhere}."
     )
     if few := [one for one in known if one not in large]:
-        worst = max(few, key=lambda one: one.ess.value / one.ess_law.value)
+        worst = max((one.ess_over_law for one in few), key=lambda over: over.value)
         yield (
             f"It fails where fewer are left ({len(few)}): a few responses carry all the weight, and what is seen is up "
-            f"to {number(worst.ess.value / worst.ess_law.value, 2)} times the law's."
+            f"to {with_interval(worst, 2)} times the law's."
         )
 
 

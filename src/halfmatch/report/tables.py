@@ -70,8 +70,8 @@ _METRICS = {
     "k2": "k2 = mean d²/2 (nats a token)",
     "chi2": "χ² = mean e^{2d} − 1",
     "mean_abs_prob_diff": "mean |π − μ|",
-    "max_prob_diff": "max π − μ of the sample",
-    "min_prob_diff": "min π − μ of the sample",
+    "max_prob_diff": "largest π − μ seen",
+    "min_prob_diff": "smallest π − μ seen",
     "share_above_0.01": "share of |d| > 0.01",
     "share_above_0.1": "share of |d| > 0.1",
     "share_above_1": "share of |d| > 1",
@@ -86,7 +86,8 @@ def mismatch(results: Results) -> Table:
     """All other metrics."""
     return _table(
         "mismatch",
-        "All metrics of the offline mismatch, d = log π − log μ",
+        "All metrics of the offline mismatch, d = log π − log μ; the largest and smallest are what was seen, "
+        "not estimates",
         ("model", "precision", *_METRICS.values(), "responses", "tokens", "non-finite tokens"),
         (
             (
@@ -183,9 +184,12 @@ def gradients(results: Results) -> Table:
 # ----------------------------------------------------------------------------------------------------------- training
 def training(results: Results) -> Table:
     """What became of every run."""
+    confidence = results.config.report.confidence
     return _table(
         "training",
-        f"Runs of the training matrix, one draw each; rewards are means over {WINDOW} iterations",
+        f"Runs of the training matrix. Final reward: the mean of the last {WINDOW} iterations, with Student's interval "
+        "over them. All else is what was seen of one draw, with no claim beyond it; the best reward is a mean of "
+        f"{WINDOW} iterations as well",
         (
             *("precision", "objective", "seed", "iterations", "final reward", "best reward"),
             *("reward, whole run", "steps skipped", "what the monitors said"),
@@ -196,7 +200,7 @@ def training(results: Results) -> Table:
                 run.name.objective,
                 str(run.name.seed),
                 str(run.iterations) if run.iterations == run.planned else f"{run.iterations} of {run.planned}",
-                number(run.final_reward),
+                with_interval(run.final_estimate(confidence)),
                 number(run.best_reward),
                 number(run.mean_reward),
                 percent(float(run.series["skip_share"][-1]), 1),

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from halfmatch import artifacts
 from halfmatch.paths import Run
 from halfmatch.rl.monitors import REWARD_WINDOW
-from halfmatch.statistics import t_interval
+from halfmatch.statistics import Estimate, t_interval
 
 Floats = npt.NDArray[np.float64]
 
@@ -44,6 +44,11 @@ class TrainingRun:
     @property
     def final_reward(self) -> float:
         return float(self.reward[-1])
+
+    def final_estimate(self, confidence: float) -> Estimate:
+        """The final reward with its interval over the iterations of the window, each of which draws anew."""
+        window = self.series["reward"][-WINDOW:]
+        return Estimate(self.final_reward, *t_interval(window[~np.isnan(window)], confidence))
 
     @property
     def best_reward(self) -> float:

@@ -250,7 +250,7 @@ def deployment_gap(results: Results) -> Verdict:
 
 
 def _changed(one: Deployment) -> str:
-    return percent((one.gap.gained + one.gap.lost) / one.gap.pairs, 1)
+    return f"{one.gap.gained + one.gap.lost:,} of {one.gap.pairs:,}"
 
 
 # ----------------------------------------------------------------------------------------------------------- training

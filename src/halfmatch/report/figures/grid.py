@@ -10,7 +10,7 @@ import numpy as np
 
 from halfmatch.report.figures import style
 from halfmatch.report.figures.style import Drawing
-from halfmatch.report.numbers import interval, number, percent
+from halfmatch.report.numbers import interval, number, percent, with_interval
 from halfmatch.report.results import MismatchCell, Results, Setup
 from halfmatch.report.training import SEEDS_FOR_INTERVAL, WINDOW, band
 from halfmatch.statistics import Estimate
@@ -70,7 +70,7 @@ def heat_maps(results: Results) -> Drawing:
         "Heat maps of k3 and effective sample size. "
         + " ".join(
             f"{results.setup_label(setup)}, {style.label(cell.rollout)} scored in {style.label(cell.train)}: "
-            f"k3 {number(cell.metric('k3').value)}, ESS/N {number(cell.metric('ess_share').value)}."
+            f"k3 {with_interval(cell.metric('k3'))}, ESS/N {with_interval(cell.metric('ess_share'))}."
             for setup in setups
             for cell in _cells(results, setup, names, others).values()
         )
@@ -116,7 +116,7 @@ def _spoken_rewards(trained: Mapping[str, Mapping[Place, Estimate]], rows: list[
     """The rewards as sentences, for readers who do not see the figure."""
     return "".join(
         f" Trained by {objective}, the engine in {style.label(rows[row])} and the trainer in "
-        f"{style.label(rows[column if row < pairs else row])}: reward {number(reward.value)}."
+        f"{style.label(rows[column if row < pairs else row])}: reward {with_interval(reward)}."
         for objective, rewards in trained.items()
         for (row, column), reward in rewards.items()
     )

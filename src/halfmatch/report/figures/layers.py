@@ -11,7 +11,7 @@ import numpy as np
 from halfmatch.report.figures import style
 from halfmatch.report.figures.mismatch import points_across
 from halfmatch.report.figures.style import Drawing, Look
-from halfmatch.report.numbers import number, percent
+from halfmatch.report.numbers import in_percent, percent, with_interval
 from halfmatch.report.results import OriginCell, Results, estimate
 
 if TYPE_CHECKING:
@@ -65,10 +65,10 @@ def error_origin(results: Results) -> Drawing:
         + " ".join(
             f"{results.setup_label(cell.setup)} {style.label(cell.precision)}: "
             + ", ".join(
-                f"{_PARTS.get(part['part'], part['part'])} {percent(part['removed']['value'])}"
+                f"{_PARTS.get(part['part'], part['part'])} {with_interval(in_percent(estimate(part['removed'])), 2)} %"
                 for part in cell.content["parts"]
             ).replace("\n", " ")
-            + f", of a KL of {number(cell.content['kl']['value'])}."
+            + f", of a KL of {with_interval(estimate(cell.content['kl']))}."
             for cell in results.origins
         ),
         figure,

@@ -11,7 +11,7 @@ import numpy as np
 
 from halfmatch.report.figures import style
 from halfmatch.report.figures.style import Drawing, Look
-from halfmatch.report.numbers import number, percent, with_interval
+from halfmatch.report.numbers import percent, with_interval
 from halfmatch.report.results import MismatchCell, Results, Setup, estimate
 from halfmatch.report.scores import DIFFERENCE_BINS, Floats
 from halfmatch.statistics import Estimate
@@ -36,7 +36,7 @@ def tokens(results: Results) -> Drawing:
             seen, norm=norm, cmap=shades, origin="lower", extent=(0, 1, 0, 1), interpolation="nearest", zorder=2
         )
         panel.plot([0, 1], [0, 1], color=style.INK, linewidth=0.5, zorder=1)
-        return f"{look.label}, k3 {number(cell.metric('k3').value)}"
+        return f"{look.label}\nk3 {with_interval(cell.metric('k3'), 2)}"
 
     figure = _setups_by_precisions(
         results, draw, "μ, engine's probability", "π, trainer's\nprobability", size=1.75, aspect="equal"
@@ -293,7 +293,7 @@ def precision_names(results: Results) -> str:
 def spoken(results: Results, name: str, what: str) -> str:
     """The numbers of a figure as a sentence, for readers who do not see it."""
     numbers = "; ".join(
-        f"{results.setup_label(cell.setup)} {style.label(cell.precision)} {number(cell.metric(name).value)}"
+        f"{results.setup_label(cell.setup)} {style.label(cell.precision)} {with_interval(cell.metric(name))}"
         for cell in results.cells
     )
     return f"{what}: {numbers or 'none'}."
@@ -302,7 +302,7 @@ def spoken(results: Results, name: str, what: str) -> str:
 def _spoken_cosines(results: Results) -> str:
     return "; ".join(
         f"{results.setup_label(cell.setup)} {style.label(cell.precision)} {objective} "
-        f"{number(cell.cosine(objective).value)}"
+        f"{with_interval(cell.cosine(objective))}"
         for cell in results.cells
         for objective in cell.objectives
     )

@@ -7,7 +7,7 @@ import numpy as np
 from halfmatch.report.figures import style
 from halfmatch.report.figures.mismatch import points_across
 from halfmatch.report.figures.style import Drawing
-from halfmatch.report.numbers import number, percent
+from halfmatch.report.numbers import percent, with_interval
 from halfmatch.report.results import Results
 
 # Neither is a dtype's colour.
@@ -48,7 +48,7 @@ def headline(results: Results) -> Drawing:
         f"{percent(results.config.report.confidence)} intervals over problems.",
         "Dot plots of k3, sigma, effective sample size and usable length for "
         + "; ".join(
-            f"{results.setup_label(cell.setup)} {style.label(cell.precision)} (k3 {number(cell.metric('k3').value)})"
+            f"{results.setup_label(cell.setup)} {style.label(cell.precision)} (k3 {with_interval(cell.metric('k3'))})"
             for cell in results.cells
         ),
         figure,
