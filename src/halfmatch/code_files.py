@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -63,7 +63,7 @@ def _imported(source: Path) -> tuple[str, ...]:
 
 
 def _walked(source: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+    for node in _statements(ast.parse(source.read_text(encoding="utf-8")).body):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -71,6 +71,14 @@ def _walked(source: Path) -> Iterator[str]:
         else:
             continue
         yield from (name for name in names if name.split(".")[0] == "halfmatch" and _source(name).is_file())
+
+
+def _statements(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    """Statements and those inside of them; expressions, most of a tree, hold none and are not looked through."""
+    for node in nodes:
+        yield node
+        for inside in ("body", "orelse", "finalbody", "handlers", "cases"):
+            yield from _statements(getattr(node, inside, ()))
 
 
 def _data_files(package: Path) -> Iterator[Path]:

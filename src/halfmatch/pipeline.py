@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from halfmatch.config import Config
 from halfmatch.config_files import load, to_yaml
 from halfmatch.errors import UserError
 from halfmatch.paths import Paths
-from halfmatch.steps import STEPS, parameters
+from halfmatch.steps import STEPS, parameter_keys, values_at
 
 DEFAULT_CONFIG = Path("config/config.yaml")
 
@@ -86,8 +87,17 @@ class Pipeline:
         return str(self.paths.of("code", step=step))
 
     def parameters(self, step: str) -> Callable[[Any], str]:
-        """What of the configuration a job depends on, as a function of its wildcards."""
-        return lambda wildcards: json.dumps(parameters(self.config, step, **dict(wildcards)), ensure_ascii=False)
+        """What of the configuration a job depends on, as a function of its wildcards.
+
+        Of a step's thousands of jobs few depend on something of their own, so the text of each such slice is made once.
+        """
+        values = self.config.model_dump(mode="json")
+
+        @cache
+        def text(keys: tuple[tuple[str, ...], ...]) -> str:
+            return json.dumps(values_at(values, keys), ensure_ascii=False)
+
+        return lambda wildcards: text(parameter_keys(self.config, step, **dict(wildcards)))
 
     def results(self, step: str, artefact: str | None = None) -> list[str]:
         """The files of all jobs of a step."""

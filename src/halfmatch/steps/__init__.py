@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -175,20 +175,28 @@ STEPS: Mapping[str, Step] = {
 
 def parameters(config: Config, step: str, **wildcards: str) -> dict[str, Any]:
     """The values of the configuration that one job of a step depends on, by their keys; plain JSON values."""
+    return values_at(config.model_dump(mode="json"), parameter_keys(config, step, **wildcards))
+
+
+def parameter_keys(config: Config, step: str, **wildcards: str) -> tuple[tuple[str, ...], ...]:
+    """The keys of those values, in their parts."""
     names = {**wildcards, "solvability_precision": config.solvability.precision}
     if wildcards.get("run", "initial") != "initial":
         run = Run.parse(wildcards["run"])
         names |= {"precision": run.precision, "objective": run.objective}
-    values = config.model_dump(mode="json")
+    return tuple(tuple(part.format(**names) for part in key.split(".")) for key in STEPS[step].parameters)
+
+
+def values_at(values: Mapping[str, Any], keys: Iterable[tuple[str, ...]]) -> dict[str, Any]:
+    """The values at some keys of a configuration as plain values; null where a section on the way is not there."""
     slice_: dict[str, Any] = {}
-    for key in STEPS[step].parameters:
-        parts = [part.format(**names) for part in key.split(".")]
+    for parts in keys:
+        key = ".".join(parts)
         value: Any = values
         for part in parts:
             value = value.get(part) if value is not None else None
-        if value is None and key in _WHERE_SET:
-            continue
-        slice_[".".join(parts)] = value
+        if value is not None or key not in _WHERE_SET:
+            slice_[key] = value
     return slice_
 
 
