@@ -106,7 +106,8 @@ def usage(config: Config) -> Iterator[str]:
         yield f"train: trainer and engine {engine} in {', '.join(config.training.precisions)}, fp32 masters"
     if config.evaluation:
         deployed = ", ".join(config.evaluation.precisions or ("each run's own precision",))
-        yield f"evaluate: engine {', '.join(config.evaluation.engines)} in {deployed}"
+        steps = "evaluate, validate" if config.training and config.training.keep_weights_every else "evaluate"
+        yield f"{steps}: engine {', '.join(config.evaluation.engines)} in {deployed}"
     yield "problems, perfectible, mismatch, report: no model"
 
 
