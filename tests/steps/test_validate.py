@@ -115,8 +115,13 @@ class Asked:
         monkeypatch.setattr(engines, "create", started)
 
 
-@pytest.mark.parametrize("engine", ["transformers", "trainer"])
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize(
+    ("engine", "precision"),
+    [
+        *((engine, precision) for engine in ("transformers", "trainer") for precision in ("fp16", "bf16")),
+        pytest.param("vllm", "fp16", marks=pytest.mark.vllm),
+    ],
+)
 def test_the_last_weights_score_as_the_trained_model_is_evaluated(kept: Paths, engine: str, precision: str) -> None:
     config, names = config_of(kept.root), {"run": RUN, "engine": engine, "rollout": precision}
     validate.run(config, **names)

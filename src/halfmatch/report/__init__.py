@@ -133,7 +133,7 @@ def sections_of(results: Results, preset: Path) -> list[Section]:
             "validation",
             "Accuracy along the training",
             "The weights that every run kept on its way answer the benchmarks, after every iteration and in every "
-            f"precision with the same random numbers. {validation.statement(results.validations)}",
+            f"precision with the same random numbers. {validation.statement(results.validations)}".rstrip(),
             figures=[validation_figure.draw(results)] if validation.curves(results) else [],
             tables=[validation.summary(results)],
             folded=[validation.table(results)],
