@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from halfmatch.errors import UserError
+from halfmatch.staging import staging_path
 
 SCHEMA_VERSION = 1
 PROVENANCE_KEY = b"halfmatch"
@@ -189,7 +190,7 @@ def atomic(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
     """Open a file that appears under its name only when the block ends without an error."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    temporary = staging_path(path)
     encoding, newline = (None, None) if "b" in mode else ("utf-8", "\n")
     try:
         with open(temporary, mode, encoding=encoding, newline=newline) as file:

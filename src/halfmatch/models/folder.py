@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfmatch.errors import UserError
+from halfmatch.staging import staging_path
 
 # The files that a tokenizer's vocabulary comes in, of one kind or another.
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tokenizer.tiktoken")
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 @contextmanager
 def staged(folder: Path) -> Iterator[Path]:
     """A folder to write to that takes its name, and an older one's place, when the block ends without an error."""
-    staging = folder.with_name(f".{folder.name}.{os.getpid()}.part")
+    staging = staging_path(folder)
     shutil.rmtree(staging, ignore_errors=True)  # of a killed process that had this one's id, as containers repeat them
     staging.mkdir(parents=True)
     try:
