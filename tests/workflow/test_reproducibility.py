@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import json
 import os
@@ -10,16 +9,12 @@ import random
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from halfmatch.config_files import load
-from halfmatch.pipeline import Pipeline
 from halfmatch.steps import STEPS
 
 if TYPE_CHECKING:
@@ -31,7 +26,6 @@ pytestmark = pytest.mark.workflow
 
 RESULTS = "results/tiny"
 NOT_RESULTS = ("logs", "benchmarks", "checkpoints")
-LONG_ENOUGH = 600.0  # seconds that a wait may take before it is given up
 # Another person, elsewhere, in another language, on another day.
 ELSEWHERE = {"USER": "someone", "LOGNAME": "someone", "TZ": "Pacific/Kiritimati", "LC_ALL": "C", "PYTHONHASHSEED": "7"}
 
@@ -47,64 +41,36 @@ def digests(checkout: Checkout) -> dict[str, str]:
     }
 
 
-@dataclass(frozen=True)
-class Kill:
-    """A job to be killed: its step, its file, and how long after its process is there."""
-
-    step: str
-    target: str
-    seconds: float
-
-
-def kills(finished: Checkout) -> Iterator[Kill]:
-    """One kill a step, of some job of it, before its end if it takes as long as it took before."""
-    pipeline = Pipeline(load([finished.root / RESULTS / "config.yaml"]), ())
+def plan_kills(folder: Path, choice: random.Random) -> None:
+    """Three kills of every step, one of them of all that runs; the first comes before any step is through its work."""
     for step in STEPS:
-        choice = random.Random(step)
-        if targets := pipeline.results(step):
-            number = choice.randrange(len(targets))
-            notes = sorted((finished.root / RESULTS / "benchmarks" / step).glob("*.tsv"))
-            took = max(float(next(csv.DictReader(note.open(), delimiter="\t"))["s"]) for note in notes)
-            yield Kill(step, targets[number], choice.uniform(0.1, 0.8) * took)
-
-
-def processes(leader: int, step: str) -> list[int]:
-    """The processes of a session that run a step."""
-    listing = ["ps", "-ww", "-s", str(leader), "-o", "pid=,args="]  # in full width, however long the paths
-    listed = subprocess.run(listing, capture_output=True, text=True, check=True)
-    return [int(line.split()[0]) for line in listed.stdout.splitlines() if f"halfmatch {step} " in line]
-
-
-def killed(checkout: Checkout, kill: Kill, environment: dict[str, str]) -> bool:
-    """Whether the step was running when Snakemake and all that it had started were killed."""
-    running = subprocess.Popen(
-        ["snakemake", "--cores", "2", "--nolock", "--", kill.target],
-        cwd=checkout.root,
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    start = time.monotonic()
-    while not (found := processes(running.pid, kill.step)) and running.poll() is None:
-        assert time.monotonic() - start < LONG_ENOUGH
-        time.sleep(0.02)
-    time.sleep(kill.seconds)
-    reached = bool(found) and running.poll() is None and bool(processes(running.pid, kill.step))
-    if running.poll() is None:
-        os.killpg(running.pid, signal.SIGKILL)
-    running.wait()
-    return reached
+        whole = choice.randrange(3)
+        for number, latest in enumerate((3, 12, 80)):
+            kill = {
+                "change": choice.randint(1, latest),
+                "seconds": choice.choice((0, choice.uniform(0, 0.5))),
+                "who": "all" if number == whole else "job",
+            }
+            (folder / f"{step}-{number}").write_text(json.dumps(kill), encoding="utf-8")
 
 
 def test_killed_in_every_step_by_another_user_elsewhere_the_bytes_are_the_same(
     finished: Checkout, new_checkout: Callable[[str], Checkout], tmp_path: Path
 ) -> None:
+    seed = os.environ.get("KILL_SEED") or str(random.SystemRandom().randrange(10**6))
+    print(f"KILL_SEED={seed} plans the same kills")  # shown where the test fails
+    plan_kills(tmp_path, random.Random(seed))
     checkout = new_checkout("another place")
-    environment = checkout.environment(HOME=str(tmp_path), **ELSEWHERE)
-    reached = [kill.step for kill in kills(finished) if killed(checkout, kill, environment)]
-    assert len(reached) >= len(STEPS) / 2, reached
-    checkout.run("snakemake", "--cores", "2", "--nolock", "--", "all", HOME=str(tmp_path), **ELSEWHERE)
+    shutil.copyfile(Path(__file__).with_name("killing.py"), checkout.root / "src/sitecustomize.py")
+    environment = checkout.environment(HOME=str(tmp_path), KILLS=str(tmp_path), **ELSEWHERE)
+    command = ["snakemake", "--cores", "2", "--nolock", "--retries", "3", "--", "all"]
+    ended = -signal.SIGKILL
+    while ended == -signal.SIGKILL:
+        ended = subprocess.run(command, cwd=checkout.root, env=environment, start_new_session=True).returncode
+    assert ended == 0
+    moments = {file.stem: file.read_text(encoding="utf-8") for file in tmp_path.glob("*.done")}
+    assert set(moments) == {f"{step}-{number}" for step in STEPS for number in range(3)}
+    assert all(moments[f"{step}-0"] != "at the end" for step in STEPS), moments
     assert digests(checkout) == digests(finished)
 
 

@@ -29,9 +29,14 @@ TINY = HERE.parent / "tiny.yaml"
 # The shortest way through every step that the tiny run has.
 LAYER = {
     "solvability": {"model": "gain16"},
-    "mismatch": {"models": ["gain16"], "precisions": ["bf16"], "gradient_fidelity": {"enabled": False}},
+    "mismatch": {
+        "models": ["gain16"],
+        "precisions": ["bf16"],
+        "gradient_fidelity": {"enabled": False},
+        "origin": {"enabled": False},
+    },
     # Two nodes with a rank each, which srun starts and which meet on the first.
-    "training": {"precisions": ["bf16"], "iterations": 2, "ranks": 2, "nodes": 2},
+    "training": {"precisions": ["bf16"], "iterations": 2, "keep_weights_every": None, "ranks": 2, "nodes": 2},
 }
 # Its Slurm jobs: the two shards of solve rates share one.
 JOBS = {
