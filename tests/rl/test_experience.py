@@ -4,7 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfmatch.rl.experience import plan_steps
+from halfmatch.rl.batching import collate
+from halfmatch.rl.experience import compute_rows, plan_steps
 from halfmatch.rl.ranks import ALONE, Ranks
 
 lengths_of_pairs = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), max_size=9)
@@ -50,3 +51,22 @@ def test_every_pair_is_whole_in_one_micro_batch_of_one_rank(lengths, budget, ste
 def test_without_a_pair_there_is_one_step_of_nothing():
     (plan,) = plan_steps(torch.zeros(0, 2, dtype=torch.int64), torch.ones(4), steps=3, budget=9, ranks=ALONE)
     assert len(plan.rows) == len(plan.micro_batches) == 0
+
+
+def test_an_empty_micro_batch_takes_part_in_the_backward_pass_and_adds_nothing():
+    batch = collate([[2, 3], [4]], [[5, 6, 1], [7, 1]], {1})
+    weight = torch.nn.Parameter(torch.tensor(3.0))
+    seen = []
+
+    def compute(micro):
+        seen.append(micro.input_ids.tolist())
+        return weight * micro.response_mask, micro.response_mask.float()
+
+    scaled, plain = compute_rows(compute, batch, torch.tensor([], dtype=torch.int64))
+    assert seen == [[[4, 7, 1]]]  # the shortest
+    assert scaled.shape == plain.shape == (0, 2)
+    scaled.sum().backward()
+    assert weight.grad == 0  # and not None, for which other ranks would wait
+
+    scaled, _ = compute_rows(compute, batch, torch.tensor([1, 0]))
+    assert scaled.tolist() == [[3, 3, 0], [3, 3, 3]]

@@ -13,7 +13,7 @@ from halfmatch.config import Training
 from halfmatch.precision import Precision
 from halfmatch.rl.advantages import generalized_advantages, standardized
 from halfmatch.rl.batching import Batch
-from halfmatch.rl.experience import Plan
+from halfmatch.rl.experience import Plan, compute_rows
 from halfmatch.rl.learner import Learner
 from halfmatch.rl.parts import Objective
 from halfmatch.rl.ranks import ALONE, Ranks
@@ -72,12 +72,9 @@ class Critic:
         return columns | {f"critic_{name}": value for name, value in taken.items()}
 
     def _values(self, batch: Batch, rows: Tensor) -> Tensor:
-        """Values of a micro-batch. An empty one is a pass that counts for nothing: the other ranks wait for this
-        one's part of their weights."""
-        if len(rows):
-            return token_values(self.learner.model, batch.select(rows))
-        values = token_values(self.learner.model, batch.select(batch.lengths.argmin()[None]))
-        return values[:0] + 0 * values.sum()
+        """Values of a micro-batch, [rows, R]."""
+        (values,) = compute_rows(lambda micro: (token_values(self.learner.model, micro),), batch, rows)
+        return values
 
     def _accumulate(self, batch: Batch, targets: Targets, plan: Plan) -> dict[str, Any]:
         """Forward and backward over the micro-batches of a step. Each loss is its share of the step's."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +74,17 @@ def plan_steps(units: torch.Tensor, lengths: torch.Tensor, *, steps: int, budget
         share = rank_shares(lengths[hand].sum(dim=1).tolist(), budget, ranks.size)[ranks.rank]
         plans.append(Plan(hand.flatten(), [hand[part].flatten() for part in share]))
     return plans
+
+
+def compute_rows(
+    compute: Callable[[Batch], tuple[torch.Tensor, ...]], batch: Batch, rows: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """What a pass over a micro-batch gives, tensors [rows, …]. An empty one is a pass over the shortest row that counts
+    for nothing: the other ranks wait for this one's part of their weights, and of the gradients."""
+    if len(rows):
+        return compute(batch.select(rows))
+    idle = compute(batch.select(batch.lengths.argmin()[None]))
+    return tuple(values[:0] + 0 * values.sum() for values in idle)
 
 
 def mismatch_columns(experience: Experience, logp: torch.Tensor, rows: torch.Tensor) -> dict[str, float]:

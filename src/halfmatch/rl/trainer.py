@@ -31,7 +31,7 @@ from halfmatch.rl.advantages import group_advantages
 from halfmatch.rl.batching import Batch
 from halfmatch.rl.checkpoints import Checkpoint, Checkpoints
 from halfmatch.rl.critic import Critic
-from halfmatch.rl.experience import Experience, Plan, mismatch_columns, plan_steps
+from halfmatch.rl.experience import Experience, Plan, compute_rows, mismatch_columns, plan_steps
 from halfmatch.rl.learner import Learner, frozen_copy
 from halfmatch.rl.objectives import Totals, merge_statistics, policy_loss, reference_kl
 from halfmatch.rl.parts import Objective, PreferencePair
@@ -325,13 +325,10 @@ class Trainer:
         return (highest or self.settings.learning_rate) * min(1.0, (step + 1) / max(self.settings.warmup_steps, 1))
 
     def _score(self, model: torch.nn.Module, batch: Batch, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs and entropies of a micro-batch. An empty one is a pass over the shortest row that counts for
-        nothing: the other ranks wait for this one's part of their weights."""
-        if len(rows):
-            return token_logprobs(model, batch.select(rows), self.settings.sampling.temperature)
-        idle = batch.select(batch.lengths.argmin()[None])
-        logp, entropy = token_logprobs(model, idle, self.settings.sampling.temperature)
-        return logp[:0] + 0 * logp.sum(), entropy[:0]
+        """Log-probs and entropies of a micro-batch: [rows, R] each."""
+        temperature = self.settings.sampling.temperature
+        logp, entropy = compute_rows(lambda micro: token_logprobs(model, micro, temperature), batch, rows)
+        return logp, entropy
 
     @torch.no_grad()
     def _score_all(self, model: torch.nn.Module, batch: Batch, plans: Sequence[Plan]) -> torch.Tensor:
