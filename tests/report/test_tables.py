@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,10 @@ def test_perfectible_counts_add_up(results):
     assert kept + less + more == int(rows["problems tried"]) == 48
     tries = [int(rows[f"tries {verdict}"].split()[0].replace(",", "")) for verdict in tables.VERDICTS]
     assert sum(tries) == 48 * 40
+    for verdict, count in zip(tables.VERDICTS, tries, strict=True):
+        share, low, high = map(float, re.search(r"\((\S+) \[(\S+), (\S+)\] %\)", rows[f"tries {verdict}"]).groups())
+        assert share == pytest.approx(100 * count / sum(tries), rel=0.005)
+        assert (low < share < high) if count else low == share == high == 0
 
 
 def test_excluded_rows_are_named(results):

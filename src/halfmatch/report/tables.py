@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 
 from halfmatch import jobs, paper
+from halfmatch.config import Config
 from halfmatch.paths import Run
 from halfmatch.report.figures.style import label
-from halfmatch.report.numbers import NOTHING, number, percent, with_interval
+from halfmatch.report.numbers import NOTHING, in_percent, number, percent, with_interval
 from halfmatch.report.results import Results, estimate, over_runs
 from halfmatch.report.training import WINDOW, TrainingRun
-from halfmatch.statistics import wilson_interval
+from halfmatch.statistics import Estimate, bootstrap, wilson_interval
 
 VERDICTS = ("solved", "wrong", "truncated", "timeout", "unparseable")
 
@@ -294,11 +297,12 @@ def perfectible(results: Results) -> Table:
     if table is None:
         return _table("perfectible", "The perfectible set", ("", "this run", "paper"), ())
     rates, kept = table["solve_rate"].to_numpy(), pc.sum(table["kept"]).as_py() or 0
-    tries = pc.sum(table["tries"]).as_py() or 0
     counts = {name: pc.sum(table[name]).as_py() or 0 for name in VERDICTS}
+    shares = _shares_of_tries(table, results.config)
     return _table(
         "perfectible",
-        f"The perfectible set of {band.problems!r}: model {band.model}, sampled in {label(band.precision)}",
+        f"The perfectible set of {band.problems!r}: model {band.model}, sampled in {label(band.precision)}. Shares of "
+        "tries with intervals over problems",
         ("", "this run", "paper"),
         [
             ("problems tried", f"{len(rates):,}", "MATH [T, C]"),
@@ -308,11 +312,26 @@ def perfectible(results: Results) -> Table:
             ("left out, solved less often", f"{int((rates < band.low).sum()):,}", NOTHING),
             ("left out, solved more often", f"{int((rates > band.high).sum()):,}", NOTHING),
             *(
-                (f"tries {verdict}", f"{count:,} ({percent(count / tries if tries else None, 1)})", NOTHING)
+                (f"tries {verdict}", f"{count:,} ({with_interval(in_percent(shares[verdict]))} %)", NOTHING)
                 for verdict, count in counts.items()
             ),
         ],
     )
+
+
+def _shares_of_tries(table: pa.Table, config: Config) -> dict[str, Estimate]:
+    """The share of each verdict among all tries."""
+    tries = table["tries"].to_numpy()
+    columns = {name: table[name].to_numpy() for name in VERDICTS}
+    with np.errstate(invalid="ignore"):  # without a try there is no share
+        found = bootstrap(
+            lambda drawn: {name: drawn @ column / (drawn @ tries) for name, column in columns.items()},
+            len(tries),
+            samples=config.report.bootstrap_samples,
+            seed=config.seed,
+            confidence=config.report.confidence,
+        )
+    return {name: Estimate(*map(float, share)) for name, share in found.items()}
 
 
 def _band(low: float, high: float) -> str:
