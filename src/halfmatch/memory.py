@@ -205,7 +205,7 @@ def lines(config: Config) -> Iterator[str]:
     trained = f", {adapter_parameters(shape, training.lora):,} of an adapter" if training.lora else ""
     yield (
         f"Memory of a GPU in training, estimated: {name}, {parameters(shape):,} parameters{trained}, "
-        f"{training.ranks} ranks, micro-batches of {micro_batch_tokens(training):,} tokens"
+        f"{training.ranks} rank{'s' * (training.ranks > 1)}, micro-batches of {micro_batch_tokens(training):,} tokens"
     )
     yield from textwrap.wrap(LEGEND, 118, initial_indent="  ", subsequent_indent="  ")
     names = {part.name: part.formula for parts in tables.values() for part in parts}

@@ -15,14 +15,13 @@ from halfmatch.engines.cache import PromptCache, SlotCache
 from halfmatch.engines.sampling import NUMBERS, Numbers, log_distribution
 from halfmatch.models.routing import recorded
 from halfmatch.precision import dtype_name
+from halfmatch.precision.emulation import ROWS
 from halfmatch.precision.packing import BLOCK
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
 
     from halfmatch.models.routing import Recorder
-
-ROWS = 8  # a step computes on a multiple of so many rows
 
 
 class Decoding:
@@ -54,7 +53,7 @@ class Decoding:
 
         self._device = device = model.device
         self._slots = min(slots, len(requests))
-        rows = _round_up(self._slots, ROWS)
+        rows = _round_up(self._slots, ROWS)  # as every step computes on a multiple of them
         shape = (rows, sampling.max_tokens)
         self._active = 0
         self._request_of = [-1] * rows

@@ -16,6 +16,8 @@ from torch.nn.functional import linear as fp32_linear
 if TYPE_CHECKING:
     from halfmatch.precision import DType, Emulate
 
+# From so many rows on, a row of a matmul on a CPU has the same bits however many there are.
+ROWS = 8
 # What the kernel calls the units that multiply 16-bit numbers and accumulate in fp32, on x86 and on Arm.
 _UNITS: dict[str, frozenset[str]] = {
     "bf16": frozenset({"avx512_bf16", "amx_bf16", "bf16"}),

@@ -15,12 +15,11 @@ from torch.nn.functional import linear as plain_linear
 from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 
+from halfmatch.precision.emulation import ROWS
 from halfmatch.precision.emulation import linear as emulated_linear
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-ROWS = 8  # from which on a row's bits do not depend on how many there are
 
 
 class OwnMatmuls:

@@ -20,12 +20,11 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from halfmatch.models.routing import replayed
+from halfmatch.precision.emulation import ROWS
 from halfmatch.rl.batching import Batch, collate, micro_batches
 
 # Logits turned into float32 at a time: 64 MiB, however long the batch and large the vocabulary.
 CHUNK_ELEMENTS = 2**24
-# From so many rows on a row of a matmul has the same bits on a CPU; fewer positions are filled up.
-ROWS = 8
 
 
 def token_logprobs(model: Any, batch: Batch, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -43,7 +42,7 @@ def response_logits(model: Any, batch: Batch) -> torch.Tensor:
     """One pass over whole sequences: the logits that the N response tokens are drawn from, response by response, as
     they come out of the model, in its compute dtype, [N, V]."""
     packing, before = batch.packed()
-    fill = max(0, ROWS - len(before))
+    fill = max(0, ROWS - len(before))  # fewer rows would have other bits
     before = torch.cat([before.new_zeros(fill), before])
     with nullcontext() if batch.routing is None else replayed(model, packing.pack(batch.routing)):
         logits = model(**packing.inputs(model, batch.input_ids), logits_to_keep=before).logits
