@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -45,7 +46,10 @@ def test_what_a_killed_process_has_left_goes_with_the_next_write(tmp_path: Path,
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
 def test_what_others_write_stays(tmp_path: Path, kind: str) -> None:
-    others = [tmp_path / f".{name}.part" for name in (f"model.{os.getppid()}", "model.iteration", "another.999999999")]
+    host = platform.node().split(".")[0]
+    names = [f"model.{host}.{os.getppid()}", f"model.{host}.iteration", f"another.{host}.999999999"]
+    names.append("model.elsewhere.999999999")  # of a machine that shares the folder
+    others = [tmp_path / f".{name}.part" for name in names]
     for path in others:
         path.touch()
     write(kind, tmp_path / "model")

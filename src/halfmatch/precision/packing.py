@@ -42,8 +42,8 @@ class Rows:
         return cls(inside.flatten().nonzero().squeeze(1), len(lengths), width)
 
     def pack(self, rows: torch.Tensor) -> torch.Tensor:
-        """[B, T or more, …] → [1, N, …]."""
-        return rows[:, : self.width].flatten(0, 1).index_select(0, self.places)[None]
+        """[B, T or more, …] → [1, N, …], on the device of what is given: routing is not moved with its batch."""
+        return rows[:, : self.width].flatten(0, 1).index_select(0, self.places.to(rows.device))[None]
 
     def unpack(self, packed: torch.Tensor) -> torch.Tensor:
         """[1, N, …] → [B, T, …], 0 behind the end of a row."""
